@@ -69,6 +69,9 @@ ALIASES: Mapping[str, KVCacheQuantType] = MappingProxyType(
 )
 """Names that FastDeploy's kernels and other engines use for the same types."""
 
+CODE_DTYPE = "uint8"
+"""Storage dtype of everything that is quantised, DSA's own format included."""
+
 SCALE_DTYPE = "float32"
 """dtype of every scale and zero point, static or dynamic."""
 
@@ -115,7 +118,7 @@ _C, _H = ScaleGranularity.CHANNEL, ScaleGranularity.HEAD
 _STATIC = {AttentionKind.MHA: (_C, _H), AttentionKind.GQA: (_C, _H)}
 _STATIC_AND_MLA = {**_STATIC, AttentionKind.MLA: (ScaleGranularity.TENSOR,)}
 _TOKEN = {AttentionKind.MHA: (ScaleGranularity.TOKEN,), AttentionKind.GQA: (ScaleGranularity.TOKEN,)}
-_UNSCALED: dict[AttentionKind, tuple[ScaleGranularity, ...]] = {kind: () for kind in AttentionKind}
+_UNSCALED: dict[AttentionKind, tuple[ScaleGranularity, ...]] = dict.fromkeys(AttentionKind, ())
 
 _Q = KVCacheQuantType
 STORAGE_DTYPES: Mapping[KVCacheQuantType | None, StorageDtype] = MappingProxyType(
@@ -180,7 +183,7 @@ def resolve_cache_dtype(kv_cache_quant_type: str | KVCacheQuantType | None, mode
         ConfigError: unknown type or unsupported model dtype.
     """
     check_model_dtype(model_dtype)
-    return model_dtype if parse_quant_type(kv_cache_quant_type) is None else "uint8"
+    return model_dtype if parse_quant_type(kv_cache_quant_type) is None else CODE_DTYPE
 
 
 def packed_dim(storage: StorageDtype, dim: int, what: str) -> int:
@@ -213,4 +216,4 @@ def check_legal(storage: StorageDtype, attention: AttentionKind) -> None:
 
 def itemsize(dtype: str) -> int:
     """Bytes of one item of a storage dtype (uint8, float32, float16, bfloat16)."""
-    return 1 if dtype == "uint8" else MODEL_DTYPES[dtype]
+    return 1 if dtype == CODE_DTYPE else MODEL_DTYPES[dtype]

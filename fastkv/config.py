@@ -1,0 +1,349 @@
+"""YAML files and dicts to frozen, validated configuration. The only reader of configs/ and of FASTKV_* variables.
+
+A config is read strictly: an unknown key, a wrong type or an impossible combination is a ConfigError that names the key
+path, the value and what is allowed. Later sources win: file, then environment, then the caller's overrides (a command
+line's flags). Every key has an environment twin, FASTKV_<SECTION>__<KEY>, for example FASTKV_CACHE__BLOCK_SIZE=32.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from fastkv.core.dtype import AttentionKind, ScaleGranularity, check_model_dtype, parse_quant_type
+from fastkv.core.plan import CapacityPlan, MemoryBudget, plan_capacity
+from fastkv.core.spec import AttentionGeometry, CacheSpec
+from fastkv.errors import ConfigError
+
+ENV_PREFIX = "FASTKV_"
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Size = int | float | str
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One mapping of the YAML file."""
+
+
+class ModelConfig(_Section, frozen=True):
+    """The model: where its weights are, and the geometry that its caches follow (of the whole model, before TP)."""
+
+    name: str
+    attention: Literal["mha", "gqa", "mla", "dsa"]
+    num_layers: Positive
+    num_attention_heads: Positive
+    max_context: Positive
+    dtype: str = "bfloat16"
+    weights: str | None = None  # a GGUF file, or package:NAME for one inside an installed Python package
+    num_kv_heads: NonNegative = 0
+    head_dim: NonNegative = 0
+    v_head_dim: NonNegative = 0
+    kv_lora_rank: NonNegative = 0
+    qk_rope_head_dim: NonNegative = 0
+    index_head_dim: NonNegative = 0
+
+
+class SpeculationConfig(_Section, frozen=True):
+    """Layers that draft tokens and keep caches of their own. Dims left at 0 are the main model's."""
+
+    method: Literal["mtp"] = "mtp"
+    num_layers: Positive = 1
+    num_draft_tokens: Positive = 1
+    block_expand_ratio: Positive = 1
+    attention: Literal["mha", "gqa", "mla", "dsa"] | None = None
+    num_kv_heads: NonNegative = 0
+    head_dim: NonNegative = 0
+    v_head_dim: NonNegative = 0
+
+
+class ParallelConfig(_Section, frozen=True):
+    """How the model is split over devices."""
+
+    tensor_parallel_size: Positive = 1
+
+
+class DeviceConfig(_Section, frozen=True):
+    """The device that holds the caches."""
+
+    type: Literal["cpu", "gpu"] = "cpu"
+    memory: Size | None = None  # what the device has; only needed when device_memory is a fraction
+
+
+class CacheConfig(_Section, frozen=True):
+    """The caches: who owns them, how they are stored, how much memory they get."""
+
+    manager: Literal["v0", "v1"] = "v1"
+    kv_cache_quant_type: str | None = None
+    scale_granularity: Literal["channel", "head", "tensor"] | None = None
+    scales_file: str | None = None
+    block_size: Positive = 64
+    device_memory: Size | None = None
+    num_device_blocks: Positive | None = None
+    host_memory: Size | None = None
+    num_host_blocks: NonNegative | None = None
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(_Section, frozen=True):
+    """Continuous batching."""
+
+    max_batch_size: Positive = 16
+    max_batch_tokens: Positive = 512
+
+
+class Config(_Section, frozen=True):
+    """A whole configuration. Build one with `load_config` or `parse_config`, which validate it."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    speculation: SpeculationConfig | None = None
+    parallel: ParallelConfig = ParallelConfig()
+    device: DeviceConfig = DeviceConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    base_dir: str = "."  # relative file names in the config start here
+
+    def cache_spec(self) -> CacheSpec:
+        """The description of every cache byte that follows from this config."""
+        granularity = self.cache.scale_granularity
+        with _at("model / cache"):
+            return CacheSpec.build(
+                _main_geometry(self.model),
+                model_dtype=self.model.dtype,
+                kv_cache_quant_type=self.cache.kv_cache_quant_type,
+                block_size=self.cache.block_size,
+                mtp=_mtp_geometry(self.model, self.speculation),
+                mtp_expand_ratio=self.speculation.block_expand_ratio if self.speculation else 1,
+                tp_size=self.parallel.tensor_parallel_size,
+                scale_granularity=ScaleGranularity(granularity) if granularity else None,
+            )
+
+    def capacity_plan(self, device_capacity_bytes: int | None = None) -> CapacityPlan:
+        """Blocks for main, MTP and host.
+
+        Args:
+            device_capacity_bytes: what the device has, if the caller measured it; device.memory wins.
+        """
+        if self.device.memory is not None:
+            device_capacity_bytes = MemoryBudget.parse(self.device.memory).resolve(device_capacity_bytes)
+        cache = self.cache
+        device = None if cache.device_memory is None else MemoryBudget.parse(cache.device_memory)
+        host = None if cache.host_memory is None else MemoryBudget.parse(cache.host_memory)
+        return plan_capacity(
+            self.cache_spec(),
+            device_budget_bytes=device.resolve(device_capacity_bytes) if device else None,
+            num_device_blocks=cache.num_device_blocks,
+            host_budget_bytes=host.resolve(None) if host else None,
+            num_host_blocks=cache.num_host_blocks,
+        )
+
+    def resolve_path(self, name: str) -> Path:
+        """A file named in the config, relative to the config's own folder."""
+        return Path(self.base_dir, name)
+
+
+def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a YAML config, apply FASTKV_* variables and overrides, validate.
+
+    Args:
+        path: the file.
+        overrides: dotted key path -> value, for example {"cache.block_size": 32}; they win over file and environment.
+
+    Raises:
+        ConfigError: missing or broken file, or anything `parse_config` refuses.
+    """
+    path = Path(path)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; see configs/ for examples") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is no valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold a mapping with the sections {_keys(Config)}, got {data!r}")
+    with _at(str(path)):
+        merged = _override(_override(data, _environment(os.environ)), overrides or {})
+        return parse_config(merged, base_dir=path.parent)
+
+
+def parse_config(data: Mapping[str, Any], base_dir: str | os.PathLike[str] = ".") -> Config:
+    """Validate a config given as nested dicts. The environment is not read.
+
+    Raises:
+        ConfigError: naming the key path, the value and what is allowed.
+    """
+    try:
+        config = msgspec.convert({**data, "base_dir": str(base_dir)}, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), data)) from None
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """Everything that one key alone cannot show."""
+    model, cache = config.model, config.cache
+    with _at("model.dtype"):
+        check_model_dtype(model.dtype)
+    with _at("cache.kv_cache_quant_type"):
+        parse_quant_type(cache.kv_cache_quant_type)
+    if model.attention in ("mha", "gqa"):
+        if model.num_kv_heads and model.num_attention_heads % model.num_kv_heads:
+            raise ConfigError(
+                f"model.num_attention_heads {model.num_attention_heads} must be a multiple of model.num_kv_heads "
+                f"{model.num_kv_heads}"
+            )
+        if model.attention == "mha" and model.num_attention_heads != model.num_kv_heads:
+            raise ConfigError(
+                f"model.attention mha needs as many KV heads as heads, got {model.num_kv_heads} and "
+                f"{model.num_attention_heads}; use gqa"
+            )
+    if model.num_attention_heads % config.parallel.tensor_parallel_size:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size {config.parallel.tensor_parallel_size} must divide "
+            f"model.num_attention_heads {model.num_attention_heads}"
+        )
+    if cache.manager == "v0" and (cache.host_memory or cache.num_host_blocks):
+        raise ConfigError(
+            "cache.manager v0 owns device caches only; remove cache.host_memory and cache.num_host_blocks or use v1"
+        )
+    if cache.host_memory is not None and isinstance(cache.host_memory, float):
+        raise ConfigError(f"cache.host_memory {cache.host_memory} must be a size such as 4GiB, not a fraction")
+    if (cache.device_memory is None) == (cache.num_device_blocks is None):
+        raise ConfigError("give exactly one of cache.device_memory and cache.num_device_blocks")
+    for key, value in (
+        ("device.memory", config.device.memory),
+        ("cache.device_memory", cache.device_memory),
+        ("cache.host_memory", cache.host_memory),
+    ):
+        if value is not None:
+            with _at(key):
+                MemoryBudget.parse(value)
+    config.cache_spec()
+
+
+def _main_geometry(model: ModelConfig) -> AttentionGeometry:
+    return AttentionGeometry(
+        kind=AttentionKind(model.attention),
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        index_head_dim=model.index_head_dim,
+    )
+
+
+def _mtp_geometry(model: ModelConfig, speculation: SpeculationConfig | None) -> AttentionGeometry | None:
+    if speculation is None:
+        return None
+    return AttentionGeometry(
+        kind=AttentionKind(speculation.attention or model.attention),
+        num_layers=speculation.num_layers,
+        num_kv_heads=speculation.num_kv_heads or model.num_kv_heads,
+        head_dim=speculation.head_dim or model.head_dim,
+        v_head_dim=speculation.v_head_dim or model.v_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        index_head_dim=model.index_head_dim,
+    )
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """FASTKV_SECTION__KEY variables as dotted overrides; their values are YAML scalars."""
+    found: dict[str, Any] = {}
+    for name, text in environ.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        parts = name[len(ENV_PREFIX) :].lower().split("__")
+        if len(parts) != 2:
+            raise ConfigError(f"environment variable {name}: expected {ENV_PREFIX}<SECTION>__<KEY>")
+        try:
+            found[".".join(parts)] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"environment variable {name}: {text!r} is no YAML scalar: {error}") from error
+    return found
+
+
+def _override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        target = merged.get(section)
+        if target is None:
+            target = merged[section] = {}
+        if not isinstance(target, dict):
+            raise ConfigError(f"{section}: expected a mapping, got {target!r}")
+        target[key] = value
+    return merged
+
+
+class _at:
+    """Prefix ConfigErrors raised inside with the key path or the file."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{self.where}: {error}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _explain(problem: str, data: Mapping[str, Any]) -> str:
+    """Turn msgspec's message (type problem at $.a.b) into key path, value, what is allowed."""
+    text, _, path = problem.partition(" - at `$.")
+    keys = path.rstrip("`").split(".") if path else []
+    section: Any = Config
+    hint: Any = Config
+    value: Any = data
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+        hint = typing.get_type_hints(section).get(key)
+        section = next((t for t in _alternatives(hint) if isinstance(t, type) and issubclass(t, _Section)), None)
+    where = ".".join(keys) or "config"
+    if unknown := re.search(r"unknown field `(.*)`", text):
+        allowed = _keys(section) if section is not None else ""
+        near = difflib.get_close_matches(unknown[1], allowed.split(", "), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{where}: unknown key {unknown[1]!r}{hint}; allowed: {allowed}"
+    if missing := re.search(r"missing required field `(.*)`", text):
+        return f"{where}: the key {missing[1]!r} is missing"
+    words = [w for t in _alternatives(hint) if typing.get_origin(t) is Literal for w in typing.get_args(t)]
+    allowed = f"allowed: {', '.join(words)}" if words else text[0].lower() + text[1:]
+    return f"{where}: {value!r} is not allowed; {allowed}"
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return (hint,) if typing.get_origin(hint) is Literal else (hint, *typing.get_args(hint))
+
+
+def _keys(section: Any) -> str:
+    return ", ".join(name for name in section.__struct_fields__ if name != "base_dir")

@@ -1,0 +1,138 @@
+"""What crosses between the scheduler side and the worker side: plain values, MessagePack, never pickle.
+
+The engine's loop sends a StepPlan with a plan_id; the worker answers with a StepResult that carries the same id, or with
+a Failure. Array fields are little-endian bytes of a fixed integer type, so both sides read them without a loop:
+`pack(array)` and `unpack(data, dtype)`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fastkv.errors import InvariantError
+
+INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the struct's name travels as its tag."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to pick a token from logits: temperature 0.0 is greedy; the seed makes sampling reproducible."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class StepPlan(Message, frozen=True):
+    """One forward step over a ragged batch.
+
+    Attributes:
+        plan_id: given by the scheduler, repeated in the answer.
+        token_ids: int32 [num_tokens], the requests' new tokens one after another.
+        query_start: int32 [batch + 1], where each request's tokens start; the last entry is num_tokens.
+        context_lens: int32 [batch], tokens already in the cache before this step.
+        slot_mapping: int64 [num_tokens], where each token's K and V go; -1 writes nothing.
+        block_tables: int32 [batch, max_blocks], padded with -1, row-major.
+        max_blocks: columns of block_tables.
+        sampling: for each request, how to sample after its last token; None when its prompt is not complete yet.
+        sampled_positions: int32 [batch], index of the token that would be sampled (keys the random stream).
+    """
+
+    plan_id: int
+    token_ids: bytes
+    query_start: bytes
+    context_lens: bytes
+    slot_mapping: bytes
+    block_tables: bytes
+    max_blocks: int
+    sampling: tuple[SamplingParams | None, ...]
+    sampled_positions: bytes
+
+
+class StepResult(Message, frozen=True):
+    """Tokens of one step: int32 [batch] as bytes, -1 where the plan asked for none."""
+
+    plan_id: int
+    tokens: bytes
+    seconds: float
+
+
+class ResetCache(Message, frozen=True):
+    """Ask the worker to zero its caches (a benchmark, or weights that changed)."""
+
+    plan_id: int
+
+
+class Shutdown(Message, frozen=True):
+    """Ask the worker to free its caches and leave."""
+
+
+class WorkerReady(Message, frozen=True):
+    """First message of a worker: what it allocated, from the tensors themselves.
+
+    Attributes:
+        num_device_blocks, num_host_blocks: blocks of the pools.
+        storage_dtype: dtype of the key (or latent) tensors.
+        device_cache_bytes, mtp_cache_bytes, host_cache_bytes: nbytes of what was allocated: main on the device, MTP on
+            the device, host payload.
+        weights_fingerprint: names the model's weights.
+    """
+
+    num_device_blocks: int
+    num_host_blocks: int
+    storage_dtype: str
+    device_cache_bytes: int
+    mtp_cache_bytes: int
+    host_cache_bytes: int
+    weights_fingerprint: str
+
+
+class Done(Message, frozen=True):
+    """Acknowledges a message that has no other answer."""
+
+    plan_id: int
+
+
+class Failure(Message, frozen=True):
+    """The worker could not do what was asked. kind is the error's class name in fastkv.errors, or the Python class."""
+
+    plan_id: int
+    kind: str
+    message: str
+
+
+AnyMessage = StepPlan | StepResult | ResetCache | Shutdown | WorkerReady | Done | Failure
+
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: AnyMessage) -> bytes:
+    """A message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message in data.
+
+    Raises:
+        InvariantError: not a message of this version.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise InvariantError(f"undecodable message of {len(data)} bytes: {error}") from error
+
+
+def pack(array: npt.ArrayLike, dtype: np.dtype[np.signedinteger] = INT32) -> bytes:
+    """Bytes of an integer array, row-major."""
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def unpack(data: bytes, dtype: np.dtype[np.signedinteger] = INT32) -> npt.NDArray[np.signedinteger]:
+    """Read-only 1-d view of bytes made by `pack`."""
+    return np.frombuffer(data, dtype=dtype)

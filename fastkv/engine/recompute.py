@@ -25,18 +25,20 @@ def rotate(x: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
     return paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-    """Every token attends to itself and all before it: q [n, num_heads, d], k and v [n, kv_heads, d] -> as q."""
+def causal_mask(num_tokens: int) -> Tensor:
+    """float32 [num_tokens, num_tokens] to add to scores: 0 where the key is at or before the query, else -inf."""
+    return paddle.triu(paddle.full([num_tokens, num_tokens], float("-inf")), diagonal=1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: Tensor) -> Tensor:
+    """Attention of one sequence: q [n, num_heads, d], k and v [n, kv_heads, d], mask [n, n] added -> shaped as q."""
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [kv_heads, queries of the group, n, d]: head h reads KV head h // group.
-    grouped = q.transpose([1, 0, 2]).reshape([kv_heads, num_heads // kv_heads, num_tokens, head_dim])
+    grouped = (q * softmax_scale).transpose([1, 0, 2]).reshape([kv_heads, -1, num_tokens, head_dim])
     keys, values = k.transpose([1, 0, 2]).unsqueeze(1), v.transpose([1, 0, 2]).unsqueeze(1)
-    scores = paddle.matmul(grouped, keys, transpose_y=True) * softmax_scale
-    is_future = paddle.triu(paddle.ones([num_tokens, num_tokens], "bool"), diagonal=1)
-    scores = paddle.where(is_future, paddle.full([], float("-inf")), scores)
-    out = paddle.matmul(F.softmax(scores, axis=-1), values)
-    return out.reshape([num_heads, num_tokens, head_dim]).transpose([1, 0, 2])
+    weights = F.softmax(paddle.matmul(grouped, keys, transpose_y=True) + mask, axis=-1)
+    return paddle.matmul(weights, values).reshape([num_heads, num_tokens, head_dim]).transpose([1, 0, 2])
 
 
 @paddle.no_grad()
@@ -51,11 +53,11 @@ def logits(model: LlamaModel, token_ids: Sequence[int], first_row: int = 0) -> n
     Returns:
         float32 [len(token_ids) - first_row, vocab_size]; row i predicts the token after token_ids[first_row + i].
     """
-    positions = paddle.arange(len(token_ids), dtype="int64")
+    positions, mask = paddle.arange(len(token_ids), dtype="int64"), causal_mask(len(token_ids))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rotated_q, rotated_k = rotate(q, model.rope, positions), rotate(k, model.rope, positions)
-        return causal_attention(rotated_q, rotated_k, v, model.softmax_scale)
+        return causal_attention(rotated_q, rotated_k, v, model.softmax_scale, mask)
 
     hidden = model.forward(paddle.to_tensor(list(token_ids), dtype="int64"), positions, attend)
     rows: npt.NDArray[np.float32] = model.logits(hidden[first_row:]).numpy()

@@ -1,7 +1,7 @@
 """What crosses between the scheduler side and the worker side: plain values, MessagePack, never pickle.
 
-The engine's loop sends a StepPlan with a plan_id; the worker answers with a StepResult that carries the same id, or with
-a Failure. Array fields are little-endian bytes of a fixed integer type, so both sides read them without a loop:
+The engine's loop sends a StepPlan with a plan_id; the worker answers with a StepResult that carries the same id, or
+with a Failure. Array fields are little-endian bytes of a fixed integer type, so both sides read them without a loop:
 `pack(array)` and `unpack(data, dtype)`.
 """
 

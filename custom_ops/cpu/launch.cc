@@ -1,0 +1,225 @@
+// CPU launchers: check ids, split the work over OpenMP threads, call the kernels of the instruction set in use.
+// Nothing inside a parallel region throws or allocates.
+#include "fastkv/launch.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "checks.h"
+#include "fastkv/kernel_table.h"
+#include "scratch.h"
+
+namespace fastkv {
+
+namespace {
+
+// Below this many elements, waking threads costs more than it saves.
+constexpr int64_t kParallelElements = 1 << 14;
+// Query rows that share one decoding of K and V.
+constexpr int64_t kTileRows = 64;
+
+thread_local ThreadScratch thread_scratch;
+
+/// Scales of all heads of one cache tensor, a value a channel, with reciprocals for encoding.
+class EncodeScales {
+ public:
+  /// False if there is no memory.
+  bool expand(const CacheView& cache) {
+    dim_ = cache.dim;
+    const QuantView& quant = cache.quant;
+    if (quant.scale == nullptr) return true;
+    const int64_t count = cache.kv_heads * cache.dim;
+    values_.reset(new (std::nothrow) float[static_cast<size_t>(3 * count)]);
+    if (values_ == nullptr) return false;
+    scale_ = values_.get();
+    inverse_ = scale_ + count;
+    zero_point_ = quant.zero_point == nullptr ? nullptr : inverse_ + count;
+    for (int64_t head = 0; head < cache.kv_heads; ++head) {
+      for (int64_t i = 0; i < cache.dim; ++i) {
+        const int64_t from = head * quant.head_stride + i * quant.channel_stride;
+        const int64_t to = head * cache.dim + i;
+        scale_[to] = quant.scale[from];
+        inverse_[to] = 1.0f / quant.scale[from];
+        if (zero_point_ != nullptr) zero_point_[to] = quant.zero_point[from];
+      }
+    }
+    return true;
+  }
+
+  RowScales of_head(int64_t head) const {
+    RowScales row;
+    if (scale_ != nullptr) {
+      row.scale = scale_ + head * dim_;
+      row.inverse = inverse_ + head * dim_;
+    }
+    if (zero_point_ != nullptr) row.zero_point = zero_point_ + head * dim_;
+    return row;
+  }
+
+ private:
+  std::unique_ptr<float[]> values_;
+  float* scale_ = nullptr;
+  float* inverse_ = nullptr;
+  float* zero_point_ = nullptr;
+  int64_t dim_ = 0;
+};
+
+/// Encodes one row into the cache; `rope` is null for values and for keys that are rotated already.
+void write_row(const KernelTable& table, const RowsView& rows, const CacheView& cache, const EncodeScales& scales,
+               int64_t token, int64_t head, int64_t slot, const RopeView* rope, int64_t position) {
+  alignas(64) float x[kMaxRowDim];
+  table.load_row[static_cast<int>(rows.dtype)](rows.row(token, head), rows.dim, x);
+  if (rope != nullptr) {
+    const int64_t at = position * rope->half;
+    table.rotate_row(x, rope->cos + at, rope->sin + at, rope->half, rope->interleaved);
+  }
+  const int64_t block = slot / cache.block_size;
+  const int64_t offset = slot % cache.block_size;
+  char* dst = cache.row(block, head, offset);
+  if (cache.quant.storage == Storage::kNone) {
+    table.store_row[static_cast<int>(cache.dtype)](x, cache.dim, dst);
+  } else {
+    table.encode_row[static_cast<int>(cache.quant.storage)](x, cache.dim, dst, scales.of_head(head),
+                                                            cache.token_scale(block, head, offset));
+  }
+}
+
+/// Writes rows k and v; positions (of each token, for rotary) may be null.
+Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
+                  const int64_t* slots, int64_t num_tokens, const RopeView& rope, const int64_t* positions) {
+  EncodeScales key_scales, value_scales;
+  const bool has_value = v.data != nullptr;
+  if (!key_scales.expand(key) || (has_value && !value_scales.expand(value))) return out_of_memory();
+  const KernelTable& table = kernels();
+  const RopeView* key_rope = rope.cos == nullptr ? nullptr : &rope;
+  const int64_t elements = num_tokens * k.heads * (key.dim + (has_value ? value.dim : 0));
+#pragma omp parallel for schedule(static) if (elements >= kParallelElements)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    if (slots[token] < 0) continue;
+    const int64_t position = positions == nullptr ? 0 : positions[token];
+    for (int64_t head = 0; head < k.heads; ++head) {
+      write_row(table, k, key, key_scales, token, head, slots[token], key_rope, position);
+      if (has_value) write_row(table, v, value, value_scales, token, head, slots[token], nullptr, 0);
+    }
+  }
+  return {};
+}
+
+std::unique_ptr<int64_t[]> token_positions(const BatchView& batch) {
+  std::unique_ptr<int64_t[]> positions(new (std::nothrow) int64_t[static_cast<size_t>(batch.num_tokens + 1)]);
+  if (positions == nullptr) return positions;
+  for (int64_t r = 0; r < batch.batch; ++r) {
+    for (int64_t t = batch.query_start[r]; t < batch.query_start[r + 1]; ++t) {
+      positions[t] = static_cast<int64_t>(batch.context_lens[r]) + t - batch.query_start[r];
+    }
+  }
+  for (int64_t t = batch.query_start[batch.batch]; t < batch.num_tokens; ++t) positions[t] = 0;  // padding
+  return positions;
+}
+
+struct TaskList {
+  std::unique_ptr<AttendTask[]> tasks;
+  int64_t count = 0;
+  int64_t longest = 0;    // rows of the largest tile
+  int64_t positions = 0;  // that all tasks read, for the decision whether to use threads
+};
+
+/// Tiles of all (request, kv head) pairs; within a request the last tile, which reads most, comes first.
+bool list_tasks(const AttentionParams& p, TaskList* list) {
+  const BatchView& batch = p.batch;
+  const int64_t heads = p.key.kv_heads;
+  const int64_t group = p.q.heads / heads;
+  for (int pass = 0; pass < 2; ++pass) {  // count, then fill
+    int64_t count = 0;
+    for (int64_t r = 0; r < batch.batch; ++r) {
+      const int64_t rows = static_cast<int64_t>(batch.query_start[r + 1] - batch.query_start[r]) * group;
+      const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+      for (int64_t tile = tiles - 1; tile >= 0; --tile) {
+        for (int64_t head = 0; head < heads; ++head, ++count) {
+          if (pass == 0) continue;
+          const int64_t end = std::min(rows, (tile + 1) * kTileRows);
+          list->tasks[static_cast<size_t>(count)] = {r, head, tile * kTileRows, end};
+          list->longest = std::max(list->longest, end - tile * kTileRows);
+          list->positions += batch.context_lens[r] + (end - 1) / group + 1;
+        }
+      }
+    }
+    if (pass == 0) {
+      list->tasks.reset(new (std::nothrow) AttendTask[static_cast<size_t>(count + 1)]);
+      if (list->tasks == nullptr) return false;
+    }
+    list->count = count;
+  }
+  return true;
+}
+
+}  // namespace
+
+Status write_cache(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
+                   const int64_t* slots, int64_t num_tokens) {
+  const Status status = check_slots(slots, num_tokens, key, -1);
+  if (!status.ok()) return status;
+  return write_rows(k, v, key, value, slots, num_tokens, RopeView{}, nullptr);
+}
+
+Status append_attention(const AttentionParams& params) {
+  const BatchView& batch = params.batch;
+  Status status = check_batch(batch, params.key, params.rope, params.window);
+  if (!status.ok()) return status;
+
+  const KernelTable& table = kernels();
+  TaskList list;
+  const std::unique_ptr<int64_t[]> positions = token_positions(batch);
+  if (positions == nullptr || !list_tasks(params, &list)) return out_of_memory();
+  const int64_t scratch_floats = table.attend_scratch(params, list.longest);
+  const int64_t elements = list.positions * (params.key.dim + params.out.dim);
+  const int wanted = elements < kParallelElements ? 1 : omp_get_max_threads();
+  const int threads = static_cast<int>(std::min<int64_t>(wanted, std::max<int64_t>(list.count, 1)));
+  float* scratch = thread_scratch.floats(scratch_floats * threads);
+  if (scratch == nullptr) return out_of_memory();
+
+  status = write_rows(params.k, params.v, params.key, params.value, batch.slot_mapping, batch.num_tokens, params.rope,
+                      positions.get());
+  if (!status.ok()) return status;
+
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float* own = scratch + omp_get_thread_num() * scratch_floats;
+    for (int64_t i = next++; i < list.count; i = next++) {
+      table.attend_tile(params, table, list.tasks[static_cast<size_t>(i)], own);
+    }
+  }
+  const int64_t used = batch.query_start[batch.batch];
+  const int64_t row_bytes = params.out.heads * params.out.dim * dtype_bytes(params.out.dtype);
+  if (used < batch.num_tokens) {
+    std::memset(params.out.data + used * row_bytes, 0, static_cast<size_t>((batch.num_tokens - used) * row_bytes));
+  }
+  return {};
+}
+
+Status gather_cache(const CacheView& cache, const int64_t* slots, int64_t num_slots, float* out) {
+  const Status status = check_slots(slots, num_slots, cache, 0);
+  if (!status.ok()) return status;
+  EncodeScales scales;
+  if (!scales.expand(cache)) return out_of_memory();
+  const DecodeRows decode = kernels().decoder(cache);
+  const bool parallel = num_slots * cache.kv_heads * cache.dim >= kParallelElements;
+#pragma omp parallel for schedule(static) if (parallel)
+  for (int64_t i = 0; i < num_slots; ++i) {
+    const int64_t block = slots[i] / cache.block_size;
+    const int64_t offset = slots[i] % cache.block_size;
+    for (int64_t head = 0; head < cache.kv_heads; ++head) {
+      decode(cache.row(block, head, offset), cache.row_bytes, 1, cache.dim, scales.of_head(head),
+             cache.token_scale(block, head, offset), out + (i * cache.kv_heads + head) * cache.dim, cache.dim);
+    }
+  }
+  return {};
+}
+
+}  // namespace fastkv

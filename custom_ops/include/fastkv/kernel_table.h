@@ -1,0 +1,60 @@
+// One table of function pointers for each instruction set. The sources behind it are compiled once a set, each in a
+// namespace of its own, so that no inline function compiled for AVX2 can be merged into code for older CPUs.
+#pragma once
+
+#include <cstdint>
+
+#include "fastkv/params.h"
+
+namespace fastkv {
+
+/// Scales of one head's row, expanded to a value a channel; null where the storage has none.
+struct RowScales {
+  const float* scale = nullptr;
+  const float* inverse = nullptr;  // 1 / scale, only needed to encode
+  const float* zero_point = nullptr;
+};
+
+/// Encodes x[0..n) into dst; a dynamic storage writes the row's scale to *token_scale.
+using EncodeRow = void (*)(const float* x, int64_t n, char* dst, const RowScales& scales, float* token_scale);
+
+/// Decodes `count` rows that lie row_bytes apart into out, out_stride floats apart. token_scale: count values, or null.
+using DecodeRows = void (*)(const char* src, int64_t row_bytes, int64_t count, int64_t n, const RowScales& scales,
+                            const float* token_scale, float* out, int64_t out_stride);
+
+/// Model dtype <-> float32.
+using LoadRow = void (*)(const char* src, int64_t n, float* out);
+using StoreRow = void (*)(const float* x, int64_t n, char* dst);
+
+/// Rotates x in place by the angles of one position.
+using RotateRow = void (*)(float* x, const float* cos, const float* sin, int64_t half, bool interleaved);
+
+/// A tile of query rows of one (request, kv head). Row i is query token i / group, head kv_head * group + i % group.
+struct AttendTask {
+  int64_t request;
+  int64_t kv_head;
+  int64_t row_begin;
+  int64_t row_end;
+};
+
+struct KernelTable {
+  EncodeRow encode_row[kStorageCount];  // [kNone] is unused: see store_row
+  DecodeRows decode_rows[kStorageCount];
+  DecodeRows decode_model_rows[3];  // by ModelDtype, for Storage::kNone
+  LoadRow load_row[3];
+  StoreRow store_row[3];
+  RotateRow rotate_row;
+  /// Floats of scratch that attend_tile needs for a tile of `rows` rows; 64-byte aligned.
+  int64_t (*attend_scratch)(const AttentionParams& params, int64_t rows);
+  void (*attend_tile)(const AttentionParams& params, const KernelTable& table, const AttendTask& task, float* scratch);
+
+  FASTKV_INLINE DecodeRows decoder(const CacheView& cache) const {
+    return cache.quant.storage == Storage::kNone ? decode_model_rows[static_cast<int>(cache.dtype)]
+                                                 : decode_rows[static_cast<int>(cache.quant.storage)];
+  }
+};
+
+/// The table of the instruction set in use.
+const KernelTable& kernels();
+
+}  // namespace fastkv

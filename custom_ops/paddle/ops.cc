@@ -1,0 +1,219 @@
+// The Paddle custom ops. Each checks its tensors (checks.h), unwraps them into kernel parameters and launches.
+// Caches and dynamic scales are in-place inputs; out is the only fresh tensor. All ops run on the CPU, on the calling
+// thread's stream of work: they return when the memory is written.
+#include "checks.h"
+
+namespace {
+
+using fastkv::AttentionParams;
+using fastkv::BlocksView;
+using fastkv::CacheView;
+using fastkv::ModelDtype;
+using fastkv::RowsView;
+using fastkv::ScaleKind;
+using fastkv::Storage;
+using namespace fastkv::binding;  // NOLINT
+
+using Dims = std::vector<int64_t>;
+using OptionalDims = paddle::optional<Dims>;
+using OptionalDtype = paddle::optional<paddle::DataType>;
+
+std::vector<Tensor> append_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& key_cache,
+                                     Tensor& value_cache, OptionalTensor& key_scale, OptionalTensor& value_scale,
+                                     const OptionalTensor& key_zero_point, const OptionalTensor& value_zero_point,
+                                     const Tensor& block_tables, const Tensor& query_start,
+                                     const Tensor& context_lens, const Tensor& slot_mapping,
+                                     const OptionalTensor& rope_cos, const OptionalTensor& rope_sin,
+                                     const OptionalTensor& sinks, const std::string& kv_cache_quant_type,
+                                     float softmax_scale, const std::string& rope_style, int64_t window) {
+  return guarded([&]() -> std::vector<Tensor> {
+    const Storage storage = parse_storage(kv_cache_quant_type);
+    AttentionParams params;
+    params.q = view_rows(q, "q");
+    params.k = view_rows(k, "k");
+    params.v = view_rows(v, "v");
+    if (k.dtype() != q.dtype() || v.dtype() != q.dtype()) {
+      invalid("q, k and v must have one dtype, but q is " + describe(q) + ", k is " + describe(k) + ", v is " +
+              describe(v));
+    }
+    const int64_t num_tokens = q.shape()[0];
+    if (k.shape()[0] != num_tokens || v.shape()[0] != num_tokens) {
+      invalid("q, k and v must have the same tokens, but q is " + describe(q) + ", k is " + describe(k) + ", v is " +
+              describe(v));
+    }
+    params.key = view_cache(key_cache, "key", storage, &params.q.dtype, {maybe(key_scale), maybe(key_zero_point)});
+    params.value =
+        view_cache(value_cache, "value", storage, &params.q.dtype, {maybe(value_scale), maybe(value_zero_point)});
+    check_pair(params.key, params.value);
+    check_rows_fit(params.k, "k", params.key, "key_cache");
+    check_rows_fit(params.v, "v", params.value, "value_cache");
+    if (params.q.dim != params.key.dim || params.q.heads % params.key.kv_heads != 0) {
+      invalid("q must have heads of " + std::to_string(params.key.dim) + ", in a multiple of " +
+              std::to_string(params.key.kv_heads) + " kv_heads of key_cache, but is " + describe(q));
+    }
+    if (window < 0) invalid("window is " + std::to_string(window) + "; it must be 0 (none) or a number of positions");
+    params.window = window;
+    params.softmax_scale = softmax_scale;
+    params.rope = view_rope(maybe(rope_cos), maybe(rope_sin), rope_style, params.q.dim);
+    params.sinks = view_sinks(maybe(sinks), params.q.heads);
+    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping, num_tokens);
+
+    Tensor out = paddle::empty({num_tokens, params.q.heads, params.value.dim}, q.dtype(), paddle::CPUPlace());
+    params.out = view_rows(out, "out");
+    raise_if_refused(fastkv::append_attention(params));
+    return {out};
+  });
+}
+
+std::vector<Dims> append_attention_shape(const Dims& q, const Dims& k, const Dims& v, const Dims& key_cache,
+                                         const Dims& value_cache, const OptionalDims& key_scale,
+                                         const OptionalDims& value_scale, const OptionalDims& key_zero_point,
+                                         const OptionalDims& value_zero_point, const Dims& block_tables,
+                                         const Dims& query_start, const Dims& context_lens, const Dims& slot_mapping,
+                                         const OptionalDims& rope_cos, const OptionalDims& rope_sin,
+                                         const OptionalDims& sinks) {
+  if (q.size() != 3 || v.size() != 3) {
+    invalid("q and v must be [num_tokens, heads, dim], but are " + dims_text(q) + " and " + dims_text(v));
+  }
+  return {{q[0], q[1], v[2]}};
+}
+
+std::vector<paddle::DataType> first_dtype(const std::vector<paddle::DataType>& inputs,
+                                          const std::vector<std::vector<paddle::DataType>>&,
+                                          const std::vector<paddle::any>&) {
+  return {inputs.at(0)};
+}
+
+void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, OptionalTensor& value_cache,
+                 OptionalTensor& key_scale, OptionalTensor& value_scale, const OptionalTensor& key_zero_point,
+                 const OptionalTensor& value_zero_point, const Tensor& slot_mapping,
+                 const std::string& kv_cache_quant_type) {
+  guarded([&] {
+    const Storage storage = parse_storage(kv_cache_quant_type);
+    const RowsView key_rows = view_rows(k, "k");
+    const CacheView key =
+        view_cache(key_cache, "key", storage, &key_rows.dtype, {maybe(key_scale), maybe(key_zero_point)});
+    check_rows_fit(key_rows, "k", key, "key_cache");
+    RowsView value_rows;
+    CacheView value;
+    if (v && value_cache) {
+      value_rows = view_rows(*v, "v");
+      if (v->dtype() != k.dtype() || v->shape()[0] != k.shape()[0]) {
+        invalid("k and v must have the same dtype and tokens, but k is " + describe(k) + ", v is " + describe(*v));
+      }
+      value = view_cache(*value_cache, "value", storage, &key_rows.dtype, {maybe(value_scale), maybe(value_zero_point)});
+      check_pair(key, value);
+      check_rows_fit(value_rows, "v", value, "value_cache");
+    } else if (v || value_cache) {
+      invalid("v and value_cache must be given together, or neither for a latent cache");
+    }
+    check_tensor(slot_mapping, "slot_mapping", 1, "int64 [num_tokens]");
+    check_dtype(slot_mapping, "slot_mapping", phi::DataType::INT64);
+    check_shape(slot_mapping, "slot_mapping", {k.shape()[0]}, "tokens of k");
+    raise_if_refused(
+        fastkv::write_cache(key_rows, value_rows, key, value, data_as<int64_t>(slot_mapping), k.shape()[0]));
+  });
+}
+
+std::vector<Tensor> gather_cache(const Tensor& cache, const OptionalTensor& scale, const OptionalTensor& zero_point,
+                                 const Tensor& slots, const std::string& kv_cache_quant_type,
+                                 const std::string& what) {
+  return guarded([&]() -> std::vector<Tensor> {
+    const CacheView view = view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr,
+                                      {maybe(scale), maybe(zero_point)});
+    check_tensor(slots, "slots", 1, "int64 [n]");
+    check_dtype(slots, "slots", phi::DataType::INT64);
+    const int64_t count = slots.shape()[0];
+    Tensor out = paddle::empty({count, view.kv_heads, view.dim}, phi::DataType::FLOAT32, paddle::CPUPlace());
+    raise_if_refused(fastkv::gather_cache(view, data_as<int64_t>(slots), count,
+                                          const_cast<float*>(data_as<float>(out))));
+    return {out};
+  });
+}
+
+std::vector<Dims> gather_cache_shape(const Dims& cache, const OptionalDims& scale, const OptionalDims& zero_point,
+                                     const Dims& slots, const std::string& kv_cache_quant_type,
+                                     const std::string& what) {
+  if (cache.size() != 4 || slots.size() != 1) {
+    invalid(what + "_cache must be [blocks, kv_heads, block_size, dim] and slots [n], but are " + dims_text(cache) +
+            " and " + dims_text(slots));
+  }
+  const int per_byte = fastkv::storage_row(parse_storage(kv_cache_quant_type)).bits == 4 ? 2 : 1;
+  return {{slots[0], cache[1], cache[3] < 0 ? cache[3] : cache[3] * per_byte}};
+}
+
+std::vector<paddle::DataType> float32_dtype(const std::vector<paddle::DataType>&,
+                                            const std::vector<std::vector<paddle::DataType>>&,
+                                            const std::vector<paddle::any>&) {
+  return {paddle::DataType::FLOAT32};
+}
+
+void copy_blocks(std::vector<Tensor>& tensors, const Tensor& src_ids, const Tensor& dst_ids) {
+  guarded([&] {
+    std::vector<BlocksView> views;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      Tensor& tensor = tensors[i];
+      const std::string name = "tensors[" + std::to_string(i) + "]";
+      const Dims dims = tensor.shape();
+      if (dims.empty() || dims[0] < 1) {
+        invalid(name + " must have at least one block in its first dimension, but is " + describe(tensor));
+      }
+      check_tensor(tensor, name.c_str(), dims.size(), "[blocks, ...]");
+      const int64_t bytes = tensor.numel() / dims[0] * static_cast<int64_t>(phi::SizeOf(tensor.dtype()));
+      views.push_back({static_cast<char*>(const_cast<void*>(data_of(tensor))), dims[0], bytes});
+    }
+    for (const auto* ids : {&src_ids, &dst_ids}) {
+      const char* name = ids == &src_ids ? "src_ids" : "dst_ids";
+      check_tensor(*ids, name, 1, "int64 [n]");
+      check_dtype(*ids, name, phi::DataType::INT64);
+    }
+    check_shape(dst_ids, "dst_ids", src_ids.shape(), "the shape of src_ids");
+    raise_if_refused(fastkv::copy_blocks(views.data(), static_cast<int64_t>(views.size()), data_as<int64_t>(src_ids),
+                                         data_as<int64_t>(dst_ids), src_ids.shape()[0]));
+  });
+}
+
+}  // namespace
+
+PD_BUILD_OP(fastkv_append_attention)
+    .Inputs({"q", "k", "v", "key_cache", "value_cache", paddle::Optional("key_scale"), paddle::Optional("value_scale"),
+             paddle::Optional("key_zero_point"), paddle::Optional("value_zero_point"), "block_tables", "query_start",
+             "context_lens", "slot_mapping", paddle::Optional("rope_cos"), paddle::Optional("rope_sin"),
+             paddle::Optional("sinks")})
+    .Outputs({"out", "key_cache_out", "value_cache_out", paddle::Optional("key_scale_out"),
+              paddle::Optional("value_scale_out")})
+    .Attrs({"kv_cache_quant_type: std::string", "softmax_scale: float", "rope_style: std::string", "window: int64_t"})
+    .SetInplaceMap({{"key_cache", "key_cache_out"},
+                    {"value_cache", "value_cache_out"},
+                    {paddle::Optional("key_scale"), paddle::Optional("key_scale_out")},
+                    {paddle::Optional("value_scale"), paddle::Optional("value_scale_out")}})
+    .SetKernelFn(PD_KERNEL(append_attention))
+    .SetInferShapeFn(PD_INFER_SHAPE(append_attention_shape))
+    .SetInferDtypeFn(first_dtype);
+
+PD_BUILD_OP(fastkv_write_cache)
+    .Inputs({"k", paddle::Optional("v"), "key_cache", paddle::Optional("value_cache"), paddle::Optional("key_scale"),
+             paddle::Optional("value_scale"), paddle::Optional("key_zero_point"), paddle::Optional("value_zero_point"),
+             "slot_mapping"})
+    .Outputs({"key_cache_out", paddle::Optional("value_cache_out"), paddle::Optional("key_scale_out"),
+              paddle::Optional("value_scale_out")})
+    .Attrs({"kv_cache_quant_type: std::string"})
+    .SetInplaceMap({{"key_cache", "key_cache_out"},
+                    {paddle::Optional("value_cache"), paddle::Optional("value_cache_out")},
+                    {paddle::Optional("key_scale"), paddle::Optional("key_scale_out")},
+                    {paddle::Optional("value_scale"), paddle::Optional("value_scale_out")}})
+    .SetKernelFn(PD_KERNEL(write_cache));
+
+PD_BUILD_OP(fastkv_gather_cache)
+    .Inputs({"cache", paddle::Optional("scale"), paddle::Optional("zero_point"), "slots"})
+    .Outputs({"out"})
+    .Attrs({"kv_cache_quant_type: std::string", "what: std::string"})
+    .SetKernelFn(PD_KERNEL(gather_cache))
+    .SetInferShapeFn(PD_INFER_SHAPE(gather_cache_shape))
+    .SetInferDtypeFn(float32_dtype);
+
+PD_BUILD_OP(fastkv_copy_blocks)
+    .Inputs({paddle::Vec("tensors"), "src_ids", "dst_ids"})
+    .Outputs({paddle::Vec("tensors_out")})
+    .SetInplaceMap({{paddle::Vec("tensors"), paddle::Vec("tensors_out")}})
+    .SetKernelFn(PD_KERNEL(copy_blocks));

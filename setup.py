@@ -1,0 +1,178 @@
+"""Builds the native code: `fastkv._paddle_ops`, the custom ops, against the Paddle that is installed.
+
+Metadata lives in pyproject.toml; this file only says how C++ becomes libraries. Paddle is found, never imported. Run
+by pip (`pip install .`, `pip install --no-build-isolation -e .`) or by hand: `python setup.py build_ext --inplace`.
+Objects are rebuilt when their command, their source or any header changed; a library is replaced in one step, so
+that processes which run the old one are not disturbed. Two builds in one folder wait for each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+OPS = Path("custom_ops")
+BUILD_JOBS = 2  # a file that includes Paddle's headers takes about 1.5 GB to compile
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+COMMON_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+# the kernels compare and select, and want that vectorised; nothing reads the floating-point exception flags
+KERNEL_FLAGS = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+
+
+class BuildError(SystemExit):
+    """The native build cannot go on; the text is one sentence for the person who started it."""
+
+
+def find_paddle() -> Path:
+    """The installed paddle package's folder."""
+    spec = importlib.util.find_spec("paddle")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            "error: fastkv builds against the installed Paddle, and none is installed in this environment: "
+            "run `pip install paddlepaddle==3.3.1` (or your GPU build), then `pip install --no-build-isolation .`"
+        )
+    paddle = Path(next(iter(spec.submodule_search_locations)))
+    if not (paddle / "include" / "paddle" / "phi" / "api" / "all.h").is_file():
+        raise BuildError(f"error: {paddle} has no C++ headers (include/paddle/phi/api/all.h); reinstall Paddle's wheel")
+    return paddle
+
+
+def paddle_build(paddle: Path) -> str:
+    """What a library is tied to: Paddle's version and the CUDA it was built with, for example "3.3.1 cuda False"."""
+    text = (paddle / "version" / "__init__.py").read_text()
+    found = {key: re.search(rf"^{key}\s*=\s*'([^']*)'", text, re.M) for key in ("full_version", "cuda_version")}
+    version, cuda = (match.group(1) if match else "unknown" for match in found.values())
+    return f"{version} cuda {cuda}"
+
+
+def find_compiler() -> str:
+    """The C++ compiler: $CXX, else g++, else c++."""
+    for candidate in (os.environ.get("CXX"), "g++", "c++"):
+        if candidate and shutil.which(candidate):
+            return candidate
+    raise BuildError("error: fastkv needs a C++17 compiler and found none: install g++ (or set CXX), then try again")
+
+
+class PaddleOps(Extension):
+    """The custom ops. Framework-free kernels compile fast; only custom_ops/paddle includes Paddle's headers."""
+
+    def __init__(self) -> None:
+        kernels = sorted((ROOT / OPS / "cpu").glob("*.cc"))
+        bindings = sorted((ROOT / OPS / "paddle").glob("*.cc"))
+        chosen = [path for path in kernels if IS_X86 or not path.stem.endswith("_avx2")] + bindings
+        super().__init__("fastkv._paddle_ops", [str(path.relative_to(ROOT)) for path in chosen])
+        self.dependencies = sorted((ROOT / OPS).rglob("*.h"))
+
+    def compile_flags(self, source: Path) -> list[str]:
+        """Flags of one source: bindings see Paddle, kernels see only custom_ops/include."""
+        paddle = find_paddle()
+        flags = [*COMMON_FLAGS, f"-I{OPS / 'include'}"]
+        if source.parent.name == "paddle":
+            include = paddle / "include"
+            third_party = include / "third_party"
+            return [*flags, f"-isystem{include}", f"-isystem{third_party}", "-DPADDLE_WITH_CUSTOM_KERNEL", "-Wno-unused-parameter"]
+        flags += KERNEL_FLAGS
+        if IS_X86:
+            flags.append("-DFASTKV_HAVE_AVX2")
+        if source.stem.endswith("_avx2"):
+            flags += AVX2_FLAGS
+        if source.stem.startswith("codec_"):
+            flags.append("-ffp-contract=off")  # codes must be those of NumPy, bit for bit
+        if source.stem == "dispatch":
+            flags.append(f'-DFASTKV_BUILT_FOR="{paddle_build(paddle)}"')
+        return flags
+
+    def link_flags(self) -> list[str]:
+        """Paddle's library and its OpenMP runtime (a second runtime beside it makes tails ten times longer)."""
+        paddle = find_paddle()
+        origin = "$ORIGIN/../paddle"
+        folders = [f"-L{paddle / 'base'}", f"-L{paddle / 'libs'}"]
+        # the relative path serves an installed wheel, the absolute one an editable install
+        rpaths = [f"{origin}/libs", f"{origin}/base", str(paddle / "libs"), str(paddle / "base")]
+        return [*folders, "-l:libpaddle.so", "-l:libiomp5.so", *(f"-Wl,-rpath,{path}" for path in rpaths)]
+
+
+class BuildNative(build_ext):
+    """Compiles sources in parallel with flags of their own; other Extensions go the usual way."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build one extension, if anything it depends on changed."""
+        if not isinstance(ext, PaddleOps):
+            super().build_extension(ext)
+            return
+        compiler = find_compiler()
+        folder = Path(self.build_temp).resolve() / ext.name
+        folder.mkdir(parents=True, exist_ok=True)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            headers = hashlib.sha256(b"".join(path.read_bytes() for path in ext.dependencies)).hexdigest()
+            with ThreadPoolExecutor(BUILD_JOBS) as pool:
+                objects = list(pool.map(lambda s: compile_one(compiler, ext, Path(s), folder, headers), ext.sources))
+            link(compiler, ext, objects, target, folder)
+
+
+def run(command: list[str], what: str) -> None:
+    """Run a compiler; its own messages reach the terminal."""
+    print(" ".join(command), flush=True)
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        raise BuildError(f"error: {what} failed; the compiler's messages above say why")
+
+
+def is_fresh(stamp: Path, product: Path, signature: str) -> bool:
+    """Whether product was made by exactly this command from exactly these inputs."""
+    return product.is_file() and stamp.is_file() and stamp.read_text() == signature
+
+
+def compile_one(compiler: str, ext: PaddleOps, source: Path, folder: Path, headers: str) -> Path:
+    """Compile one source unless its object is up to date."""
+    product = folder / f"{source.parent.name}_{source.stem}.o"
+    stamp = product.with_suffix(".stamp")
+    command = [compiler, *ext.compile_flags(source), "-c", str(source), "-o", str(product)]
+    inputs = f"{command} {headers} ".encode() + (ROOT / source).read_bytes()
+    signature = hashlib.sha256(inputs).hexdigest()
+    if not is_fresh(stamp, product, signature):
+        stamp.unlink(missing_ok=True)
+        run(command, f"compiling {source}")
+        stamp.write_text(signature)
+    return product
+
+
+def link(compiler: str, ext: PaddleOps, objects: list[Path], target: Path, folder: Path) -> None:
+    """Link the objects into target, replacing it in one step."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(target.name + ".new")
+    command = [compiler, "-shared", *map(str, objects), "-o", str(fresh), *ext.link_flags()]
+    stamp = folder / "link.stamp"
+    contents = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()
+    signature = hashlib.sha256(f"{command} {contents}".encode()).hexdigest()
+    if not is_fresh(stamp, target, signature):
+        run(command, f"linking {target.name}")
+        fresh.replace(target)
+        stamp.write_text(signature)
+
+
+def extensions() -> list[Extension]:
+    """Every native part. The scheduler's core (custom_ops/core/*.cc, pybind11, no Paddle) joins here."""
+    return [PaddleOps()]
+
+
+if sys.platform != "linux":
+    raise BuildError(f"error: fastkv's native code builds on Linux, not on {sys.platform}")
+os.chdir(ROOT)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})

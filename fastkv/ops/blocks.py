@@ -1,0 +1,84 @@
+"""Ops that move cache contents without attending: write, gather (dequantise) and block copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from fastkv.errors import ConfigError
+from fastkv.ops._load import run_op
+from fastkv.ops.cache import LayerCache
+from fastkv.ops.checks import check_memory, check_tensor
+
+
+def write_cache(k: Tensor, v: Tensor | None, cache: LayerCache, slot_mapping: Tensor) -> None:
+    """Quantise rows into the slots, in place; slot -1 is not written.
+
+    Args:
+        k: [num_tokens, kv_heads, head_dim] in the model's dtype; for a latent cache [num_tokens, latent_dim] or
+            [num_tokens, 1, latent_dim].
+        v: [num_tokens, kv_heads, v_head_dim], dtype of k; None for a latent cache.
+        cache: this layer's cache.
+        slot_mapping: int64 [num_tokens]; a slot given twice ends with either row.
+
+    Raises:
+        ConfigError: tensors that do not fit each other or the quantisation type.
+        IndexError: a slot out of range. Nothing has been written then.
+    """
+    if cache.is_latent and isinstance(k, Tensor) and k.ndim == 2:
+        k = k.unsqueeze(1)
+    check_tensor(k, "k", None, 3, "[num_tokens, kv_heads, head_dim]")
+    if (v is None) != cache.is_latent:
+        raise ConfigError("v must be given for a cache with values, and must be None for a latent cache")
+    if v is not None:
+        check_tensor(v, "v", None, 3, "[num_tokens, kv_heads, v_head_dim]")
+    check_tensor(slot_mapping, "slot_mapping", paddle.int64, 1, "int64 [num_tokens]")
+    run_op("fastkv_write_cache", k, v, *cache.op_inputs, slot_mapping, cache.storage.name)
+
+
+def gather_cache(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Read rows back, dequantised.
+
+    Args:
+        cache: this layer's cache.
+        slots: int64 [n], each in range (-1 is not).
+
+    Returns:
+        Keys float32 [n, kv_heads, head_dim] and values float32 [n, kv_heads, v_head_dim]; None for the values of a
+        latent cache.
+
+    Raises:
+        ConfigError: dtype, shape or contiguity of slots.
+        IndexError: a slot out of range.
+    """
+    check_tensor(slots, "slots", paddle.int64, 1, "int64 [n]")
+    key, value, key_scale, value_scale, key_zero_point, value_zero_point = cache.op_inputs
+    name = cache.storage.name
+    keys = run_op("fastkv_gather_cache", key, key_scale, key_zero_point, slots, name, "key")[0]
+    if value is None:
+        return keys, None
+    return keys, run_op("fastkv_gather_cache", value, value_scale, value_zero_point, slots, name, "value")[0]
+
+
+def copy_blocks(tensors: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Copy block src_ids[i] over block dst_ids[i] in every tensor, in place: bytes, whatever the dtype.
+
+    Args:
+        tensors: each [blocks, ...], contiguous, on the CPU.
+        src_ids: int64 [n].
+        dst_ids: int64 [n]; no destination may be a source or occur twice.
+
+    Raises:
+        ConfigError: dtype, shape, contiguity, or overlapping ids.
+        IndexError: a block id out of range. Nothing has been written then.
+    """
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"tensors[{i}] must be a Paddle tensor [blocks, ...], but is a {type(tensor).__name__}")
+        check_memory(tensor, f"tensors[{i}]")
+    check_tensor(src_ids, "src_ids", paddle.int64, 1, "int64 [n]")
+    check_tensor(dst_ids, "dst_ids", paddle.int64, 1, "int64 [n]")
+    if tensors:
+        run_op("fastkv_copy_blocks", list(tensors), src_ids, dst_ids)

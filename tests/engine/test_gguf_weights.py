@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tiny_gguf import interleave, model_metadata, model_tensors, write_gguf
 
 from fastkv.engine.gguf_file import GGUFFile, read_gguf
 from fastkv.engine.gguf_weights import (
@@ -19,7 +20,6 @@ from fastkv.engine.gguf_weights import (
 )
 from fastkv.engine.llama import random_geometry, random_weights
 from fastkv.errors import ConfigError
-from helpers.tiny_gguf import interleave, model_metadata, model_tensors, write_gguf
 
 GEOMETRY = random_geometry(vocab_size=261)
 

@@ -84,6 +84,72 @@ std::vector<paddle::DataType> first_dtype(const std::vector<paddle::DataType>& i
   return {inputs.at(0)};
 }
 
+/// Latents [num_tokens, dim] as rows of one head.
+RowsView view_latents(const Tensor& latent) {
+  check_tensor(latent, "latent", 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]");
+  static char empty;
+  RowsView view;
+  view.dtype = model_dtype(latent, "latent");
+  view.heads = 1;
+  view.dim = latent.shape()[1];
+  view.data = latent.numel() == 0 ? &empty : static_cast<char*>(const_cast<void*>(latent.data()));
+  return view;
+}
+
+std::vector<Tensor> mla_append_attention(const Tensor& q, const Tensor& latent, Tensor& latent_cache,
+                                         const OptionalTensor& latent_scale, const Tensor& block_tables,
+                                         const Tensor& query_start, const Tensor& context_lens,
+                                         const Tensor& slot_mapping, const std::string& kv_cache_quant_type,
+                                         float softmax_scale, int64_t kv_lora_rank) {
+  return guarded([&]() -> std::vector<Tensor> {
+    const Storage storage = parse_storage(kv_cache_quant_type);
+    if (storage != Storage::kNone && storage != Storage::kFloat8E4M3) {
+      invalid("kv_cache_quant_type " + kv_cache_quant_type +
+              " is not supported with mla attention; allowed with mla: none, float8_e4m3fn");
+    }
+    AttentionParams params;
+    params.q = view_rows(q, "q");
+    params.k = view_latents(latent);
+    if (latent.dtype() != q.dtype() || latent.shape()[0] != q.shape()[0]) {
+      invalid("q and latent must have the same dtype and tokens, but q is " + describe(q) + ", latent is " +
+              describe(latent));
+    }
+    params.key = view_cache(latent_cache, "latent", storage, &params.q.dtype, {maybe(latent_scale), nullptr});
+    if (params.key.kv_heads != 1) {
+      invalid("latent_cache must be [blocks, 1, block_size, dim], but is " + describe(latent_cache));
+    }
+    if (storage != Storage::kNone && maybe(latent_scale)->numel() != 1) {
+      invalid("kv_cache_quant_type " + kv_cache_quant_type + " with mla needs one latent_scale, float32 [1], but it is " +
+              describe(*latent_scale));
+    }
+    check_rows_fit(params.k, "latent", params.key, "latent_cache");
+    if (params.q.dim != params.key.dim) {
+      invalid("q must have heads of " + std::to_string(params.key.dim) + ", the row length of latent_cache, but is " +
+              describe(q));
+    }
+    if (kv_lora_rank < 1 || kv_lora_rank > params.key.dim) {
+      invalid("kv_lora_rank is " + std::to_string(kv_lora_rank) + "; it must be from 1 to the row length " +
+              std::to_string(params.key.dim) + " of latent_cache");
+    }
+    params.value_in_key = true;
+    params.softmax_scale = softmax_scale;
+    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping, q.shape()[0]);
+    Tensor out = paddle::empty({q.shape()[0], params.q.heads, kv_lora_rank}, q.dtype(), paddle::CPUPlace());
+    params.out = view_rows(out, "out");
+    raise_if_refused(fastkv::append_attention(params));
+    return {out};
+  });
+}
+
+std::vector<Dims> mla_append_attention_shape(const Dims& q, const Dims& latent, const Dims& latent_cache,
+                                             const OptionalDims& latent_scale, const Dims& block_tables,
+                                             const Dims& query_start, const Dims& context_lens,
+                                             const Dims& slot_mapping, const std::string& kv_cache_quant_type,
+                                             float softmax_scale, const int64_t& kv_lora_rank) {
+  if (q.size() != 3) invalid("q must be [num_tokens, num_heads, dim], but is " + dims_text(q));
+  return {{q[0], q[1], kv_lora_rank}};
+}
+
 void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, OptionalTensor& value_cache,
                  OptionalTensor& key_scale, OptionalTensor& value_scale, const OptionalTensor& key_zero_point,
                  const OptionalTensor& value_zero_point, const Tensor& slot_mapping,
@@ -189,6 +255,16 @@ PD_BUILD_OP(fastkv_append_attention)
                     {paddle::Optional("value_scale"), paddle::Optional("value_scale_out")}})
     .SetKernelFn(PD_KERNEL(append_attention))
     .SetInferShapeFn(PD_INFER_SHAPE(append_attention_shape))
+    .SetInferDtypeFn(first_dtype);
+
+PD_BUILD_OP(fastkv_mla_append_attention)
+    .Inputs({"q", "latent", "latent_cache", paddle::Optional("latent_scale"), "block_tables", "query_start",
+             "context_lens", "slot_mapping"})
+    .Outputs({"out", "latent_cache_out"})
+    .Attrs({"kv_cache_quant_type: std::string", "softmax_scale: float", "kv_lora_rank: int64_t"})
+    .SetInplaceMap({{"latent_cache", "latent_cache_out"}})
+    .SetKernelFn(PD_KERNEL(mla_append_attention))
+    .SetInferShapeFn(PD_INFER_SHAPE(mla_append_attention_shape))
     .SetInferDtypeFn(first_dtype);
 
 PD_BUILD_OP(fastkv_write_cache)

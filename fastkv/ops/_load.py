@@ -19,6 +19,9 @@ from fastkv.errors import ConfigError
 _MARKER = b"fastkv-built-for:"
 _REBUILD = "build it again with `pip install --no-build-isolation -e .` (or `pip install --no-build-isolation .`)"
 
+# of two minds: runs at once in dynamic mode, adds a node to the program while a static graph is traced
+_run_custom_op: Any = getattr(paddle._C_ops, "_run_custom_op")  # noqa: B009 - unknown to Paddle's own annotations
+
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
 
@@ -93,7 +96,8 @@ def run_op(name: str, *args: Any) -> list[Any]:
     if _library is None:
         load_ops()
     try:
-        return paddle._C_ops._run_custom_op(name, *args)
+        outputs: list[Any] = _run_custom_op(name, *args)
+        return outputs
     except ValueError as error:
         raise ConfigError(_own_words(error)) from None
     except IndexError as error:

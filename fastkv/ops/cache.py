@@ -94,6 +94,7 @@ class LayerCache:
                 f"{describe(self.key)} and {describe(self.value)}"
             )
         self._check_roles()
+        inputs: tuple[Tensor | None, ...]
         if self.storage.scales is not ScaleKind.STATIC:
             if self.static is not None:
                 raise ConfigError(f"kv_cache_quant_type {self.name} takes no static scales, but some were given")

@@ -34,6 +34,7 @@ from fastkv.engine.gguf_weights import (
     read_geometry,
 )
 from fastkv.errors import ConfigError, RequestError
+from fastkv.ops import Rope
 
 
 class Attend(Protocol):
@@ -52,18 +53,6 @@ class Attend(Protocol):
             float32 [num_tokens, num_heads, head_dim].
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """cos and sin of every position's angles: float32 [context_tokens, head_dim / 2], contiguous.
-
-    Style "neox": element i of a head is rotated with element i + head_dim / 2.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    style: str = "neox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +154,15 @@ class LlamaModel:
                 raise RequestError(f"{name} reach from {low} to {high}; this model takes 0 to {limit - 1}")
 
 
-def rotary_table(geometry: ModelGeometry) -> RotaryTable:
-    """Angles position * theta^(-2i / head_dim), computed in float64 so that long contexts keep their precision."""
+def rotary_table(geometry: ModelGeometry) -> Rope:
+    """cos and sin of position * theta^(-2i / head_dim), float32 [context_tokens, head_dim / 2], style neox.
+
+    Computed in float64, so that angles of far positions keep their precision.
+    """
     half = geometry.head_dim // 2
     frequencies = geometry.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     angles = np.arange(geometry.context_tokens, dtype=np.float64)[:, None] * frequencies
-    return RotaryTable(from_dlpack(np.cos(angles).astype(np.float32)), from_dlpack(np.sin(angles).astype(np.float32)))
+    return Rope(from_dlpack(np.cos(angles).astype(np.float32)), from_dlpack(np.sin(angles).astype(np.float32)), "neox")
 
 
 def load_model(model: str, progress: ProgressCallback | None = None) -> LlamaModel:

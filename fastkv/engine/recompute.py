@@ -15,10 +15,11 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from fastkv.engine.llama import LlamaModel, RotaryTable
+from fastkv.engine.llama import LlamaModel
+from fastkv.ops import Rope
 
 
-def rotate(x: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     """Rotate-half rotary embedding of x [num_tokens, heads, head_dim] at int64 positions [num_tokens]."""
     cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
     first, second = x.split(2, axis=-1)

@@ -145,6 +145,17 @@ class Config(_Section, frozen=True):
             num_host_blocks=cache.num_host_blocks,
         )
 
+    def with_cache(self, **changes: Any) -> Config:
+        """This config with some keys of its cache section changed, validated again.
+
+        Raises:
+            ConfigError: as `parse_config`.
+        """
+        data = msgspec.to_builtins(self)
+        data.pop("base_dir")
+        data["cache"].update(changes)
+        return parse_config(data, self.base_dir)
+
     def resolve_path(self, name: str) -> Path:
         """A file named in the config, relative to the config's own folder."""
         return Path(self.base_dir, name)
@@ -221,6 +232,11 @@ def _check(config: Config) -> None:
         raise ConfigError(f"cache.host_memory {cache.host_memory} must be a size such as 4GiB, not a fraction")
     if (cache.device_memory is None) == (cache.num_device_blocks is None):
         raise ConfigError("give exactly one of cache.device_memory and cache.num_device_blocks")
+    if config.scheduler.max_batch_tokens < config.scheduler.max_batch_size:
+        raise ConfigError(
+            f"scheduler.max_batch_tokens {config.scheduler.max_batch_tokens} is below scheduler.max_batch_size "
+            f"{config.scheduler.max_batch_size}: every decoding request takes one token of a step"
+        )
     for key, value in (
         ("device.memory", config.device.memory),
         ("cache.device_memory", cache.device_memory),

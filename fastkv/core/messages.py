@@ -79,6 +79,7 @@ class WorkerReady(Message, frozen=True):
         storage_dtype: dtype of the key (or latent) tensors.
         device_cache_bytes, mtp_cache_bytes, host_cache_bytes: nbytes of what was allocated: main on the device, MTP on
             the device, host payload.
+        vocab_size: token ids are below it.
         weights_fingerprint: names the model's weights.
     """
 
@@ -88,6 +89,7 @@ class WorkerReady(Message, frozen=True):
     device_cache_bytes: int
     mtp_cache_bytes: int
     host_cache_bytes: int
+    vocab_size: int
     weights_fingerprint: str
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import paddle
 
-from fastkv.core.dtype import ScaleKind
+from fastkv.core.dtype import AttentionKind, ScaleKind
 from fastkv.core.scales import RoleScales
 from fastkv.core.spec import CacheSpec, Role
 from fastkv.errors import ConfigError
@@ -76,10 +76,15 @@ class DeviceCaches:
                 f"kv_cache_quant_type {self.spec.storage.name} needs static scales before attention can run; set "
                 "cache.scales_file (made by `fastkv calibrate`)"
             )
+        if group.geometry.kind is AttentionKind.DSA:
+            raise ConfigError(
+                "dsa caches are allocated, sized and moved, but fastkv has no attention op for their format; "
+                "take the tensors by name and run your own"
+            )
         own = self._groups[group.name]
         return LayerCache(
             storage=self.spec.storage,
-            key=own.get((layer, Role.LATENT), own.get((layer, Role.KEY))),
+            key=own[(layer, Role.LATENT if (layer, Role.LATENT) in own else Role.KEY)],
             value=own.get((layer, Role.VALUE)),
             key_scale=own.get((layer, Role.KEY_SCALE)),
             value_scale=own.get((layer, Role.VALUE_SCALE)),

@@ -33,7 +33,7 @@ def check_device(device: str) -> str:
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "gpu") or (index and not index.isdigit()):
         raise ConfigError(f"unknown device {device!r}; allowed: cpu, gpu, gpu:N")
-    if kind == "gpu" and not paddle.is_compiled_with_cuda():
+    if kind == "gpu" and not paddle.device.is_compiled_with_cuda():
         raise ConfigError(
             f"device {device} was asked for, but the installed Paddle is a CPU build; install paddlepaddle-gpu "
             "or set device.type: cpu"
@@ -129,4 +129,4 @@ def _pinned_bytes(nbytes: int) -> ByteArray:
     tensor = paddle.zeros([nbytes], dtype="uint8").pin_memory()
     buffer = (ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr())
     buffer.owner = tensor  # type: ignore[attr-defined]
-    return np.frombuffer(buffer, dtype=np.uint8)
+    return np.ctypeslib.as_array(buffer)

@@ -1,0 +1,49 @@
+"""fastkv: the command line. Dispatches to one module a command.
+
+The user's own mistakes end with one sentence on stderr and exit code 1 (2 for a bad command line), never with a
+traceback. Paddle is imported by the commands that need it, after the runtime environment is prepared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fastkv import FastKVError, __version__
+from fastkv.cli import generate, plan, replay
+
+COMMANDS = (generate, plan, replay)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="fastkv", description="KV-cache manager for PaddlePaddle LLM inference: plan, run and inspect caches."
+    )
+    parser.add_argument("--version", action="version", version=f"fastkv {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except FastKVError as error:
+        print(f"fastkv: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fastkv: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""LLM: text in, text out. The front end that ties tokenizer, batcher and worker together.
+
+Called by `fastkv generate` and by offline scripts. Owns the CacheManager (through its batcher) and the worker's
+transport; the two meet only in messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastkv import CacheManager, Config, RequestError
+from fastkv.core.digest import as_token_array
+from fastkv.core.messages import SamplingParams, StepResult
+from fastkv.engine.batcher import Batcher, NewToken, Request
+from fastkv.engine.gguf_weights import open_model
+from fastkv.engine.sampler import check_sampling
+from fastkv.engine.tokenizer import ChatMessage, Tokenizer
+from fastkv.engine.transport import InlineWorker, ProcessWorker, WorkerTransport
+from fastkv.errors import ConfigError, InvariantError
+
+Prompt = str | Sequence[int]
+TRANSPORTS: dict[str, type[InlineWorker] | type[ProcessWorker]] = {"inline": InlineWorker, "process": ProcessWorker}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one prompt became. finish_reason is "stop" or "length"."""
+
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a call of `generate` went.
+
+    Attributes:
+        storage_dtype: dtype of the key tensors, asked of the tensors.
+        cache_manager: "v0" or "v1".
+        kv_cache_quant_type: how they are quantised, "none" if not.
+        worker: "inline" or "process".
+        device_cache_bytes, mtp_cache_bytes, host_cache_bytes: what the worker holds.
+        num_blocks, block_size: the device pool; peak_blocks of it were in requests at once.
+        prompt_tokens, prefix_hit_tokens: tokens of all prompts, and how many of them were found in the cache.
+        prefill_tokens, output_tokens: prompt tokens computed, and tokens generated.
+        prefill_tokens_per_s: prompt tokens a second of worker time in steps that computed any.
+        decode_tokens_per_s: tokens a second in steps that only generated.
+    """
+
+    storage_dtype: str
+    cache_manager: str
+    kv_cache_quant_type: str
+    worker: str
+    device_cache_bytes: int
+    mtp_cache_bytes: int
+    host_cache_bytes: int
+    num_blocks: int
+    block_size: int
+    peak_blocks: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    prefill_tokens: int
+    output_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Outputs in the order of the prompts, and the report."""
+
+    outputs: list[Output]
+    report: Report
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Token and time counters of one generate call."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    peak_blocks: int = 0
+
+    def count(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
+        if prefill_tokens:
+            self.prefill_tokens += prefill_tokens
+            self.prefill_s += seconds
+        else:
+            self.decode_tokens += decode_tokens
+            self.decode_s += seconds
+
+
+class LLM:
+    """An engine for offline generation. Use as a context manager, or close it.
+
+    Args:
+        config: from `fastkv.load_config`.
+        worker: "inline", or "process" for a worker process of its own.
+
+    Raises:
+        ConfigError: whatever does not fit at start: model, cache, scales, memory.
+    """
+
+    def __init__(self, config: Config, worker: str = "inline") -> None:
+        if worker not in TRANSPORTS:
+            raise ConfigError(f"unknown worker {worker!r}; allowed: {', '.join(TRANSPORTS)}")
+        self.config = config
+        self.worker_kind = worker
+        self._tokenizer: Tokenizer | None = None
+        self._transport: WorkerTransport = TRANSPORTS[worker](config)
+        self.manager = CacheManager(
+            self._transport.ready.num_device_blocks,
+            config.cache.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self._batcher = Batcher(
+            self.manager,
+            config.scheduler.max_batch_size,
+            config.scheduler.max_batch_tokens,
+            config.model.max_context,
+        )
+        self._next_id = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the worker's memory and end its process."""
+        self._transport.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, loaded when text is first used.
+
+        Raises:
+            ConfigError: the model brings none (random weights).
+        """
+        if self._tokenizer is None:
+            weights = self.config.model.weights or ""
+            if weights.startswith("random:"):
+                raise ConfigError(f"model {weights} has no tokenizer; give prompts as lists of token ids")
+            name = weights if weights.startswith("package:") else str(self.config.resolve_path(weights))
+            self._tokenizer = Tokenizer(open_model(name))
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        sampling: SamplingParams | None = None,
+        chat: bool = False,
+        on_text: Callable[[int, str], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Generation:
+        """Complete prompts, all of them in one continuous batch.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            max_tokens: tokens to generate for each prompt at most.
+            sampling: greedy when None.
+            chat: wrap each text as a user's turn of a conversation.
+            on_text: called with (index of the prompt, new text) as text arrives; whole characters only.
+            on_progress: called with (prompts finished, tokens generated) after each step.
+
+        Raises:
+            RequestError: a prompt that is empty, longer than the context or than the cache; nothing was generated.
+            WorkerError: the worker died.
+        """
+        sampling = sampling or SamplingParams()
+        check_sampling(sampling)
+        requests = self._admit(prompts, max_tokens, sampling, chat)
+        index = {request.request_id: i for i, request in enumerate(requests)}
+        streams = {i: self.tokenizer.stream() for i in index.values()} if on_text else {}
+        meter = _Meter()
+        try:
+            while self._batcher.has_work:
+                events = self._step(meter)
+                if on_text:
+                    for event in events:
+                        i = index[event.request.request_id]
+                        text = streams[i].feed(event.token) if event.token >= 0 else ""
+                        on_text(i, text + (streams[i].finish() if event.is_last else ""))
+                if on_progress:
+                    on_progress(sum(bool(r.finish_reason) for r in requests), sum(len(r.output) for r in requests))
+        except BaseException:
+            for request in requests:
+                self._batcher.abort(request)
+            raise
+        outputs = [self._output(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
+        return Generation(outputs, self._report(requests, meter))
+
+    def _admit(self, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingParams, chat: bool) -> list[Request]:
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one text; give a list of prompts")
+        requests = []
+        for i, prompt in enumerate(prompts):
+            request = Request(
+                request_id=f"request-{self._next_id + i}",
+                prompt=self._encode(prompt, chat),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=self.tokenizer.stop_ids if isinstance(prompt, str) else frozenset(),
+            )
+            self._batcher.check(request)
+            requests.append(request)
+        self._next_id += len(requests)
+        for request in requests:
+            self._batcher.add(request)
+        return requests
+
+    def _encode(self, prompt: Prompt, chat: bool) -> npt.NDArray[np.int32]:
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise RequestError("the prompt is empty; give some text")
+            tokenizer = self.tokenizer
+            return as_token_array(
+                tokenizer.encode_chat([ChatMessage("user", prompt)]) if chat else tokenizer.encode(prompt)
+            )
+        tokens = as_token_array(prompt)
+        vocab_size = self._transport.ready.vocab_size
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise RequestError(f"token id {int(tokens.max())} is outside the vocabulary: 0 to {vocab_size - 1}")
+        return tokens
+
+    def _step(self, meter: _Meter) -> list[NewToken]:
+        plan = self._batcher.plan()
+        stats = self.manager.stats()
+        meter.peak_blocks = max(meter.peak_blocks, stats.held)
+        result = self._transport.call(plan)
+        if not isinstance(result, StepResult) or result.plan_id != plan.plan_id:
+            raise InvariantError(f"step {plan.plan_id} was answered with {result!r}")
+        meter.count(*self._batcher.step_size(), result.seconds)
+        return self._batcher.apply(result)
+
+    def _output(self, prompt: Prompt, request: Request) -> Output:
+        text = self.tokenizer.decode(request.output) if isinstance(prompt, str) else ""
+        return Output(prompt, text, request.output, request.finish_reason, len(request.prompt), request.hit_tokens)
+
+    def _report(self, requests: Sequence[Request], meter: _Meter) -> Report:
+        ready = self._transport.ready
+        return Report(
+            storage_dtype=ready.storage_dtype,
+            cache_manager=self.config.cache.manager,
+            kv_cache_quant_type=self.config.cache_spec().storage.name,
+            worker=self.worker_kind,
+            device_cache_bytes=ready.device_cache_bytes,
+            mtp_cache_bytes=ready.mtp_cache_bytes,
+            host_cache_bytes=ready.host_cache_bytes,
+            num_blocks=ready.num_device_blocks,
+            block_size=self.config.cache.block_size,
+            peak_blocks=meter.peak_blocks,
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            prefix_hit_tokens=sum(request.hit_tokens for request in requests),
+            prefill_tokens=meter.prefill_tokens,
+            output_tokens=sum(len(request.output) for request in requests),
+            prefill_tokens_per_s=meter.prefill_tokens / meter.prefill_s if meter.prefill_s else 0.0,
+            decode_tokens_per_s=meter.decode_tokens / meter.decode_s if meter.decode_s else 0.0,
+        )

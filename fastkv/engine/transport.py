@@ -1,0 +1,152 @@
+"""How the engine's loop reaches its worker: serialised messages, in this process or to another one.
+
+Both transports carry the same bytes, so whatever works inline works across processes. Called by `LLM`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from fastkv.config import Config
+from fastkv.core.messages import AnyMessage, Failure, Shutdown, WorkerReady, decode, encode
+from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
+from fastkv.errors import ConfigError, FastKVError, InvariantError, RequestError, WorkerError
+
+if TYPE_CHECKING:
+    from fastkv.engine.worker import ModelWorker
+
+_ERRORS: dict[str, type[FastKVError]] = {
+    error.__name__: error for error in (ConfigError, RequestError, InvariantError, WorkerError)
+}
+
+
+class WorkerTransport(Protocol):
+    """A worker that answers one message with one message."""
+
+    ready: WorkerReady
+
+    def call(self, message: AnyMessage) -> AnyMessage:
+        """Send a message, wait for its answer.
+
+        Raises:
+            FastKVError: what the worker reported, as the class that it raised there; WorkerError if it died.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the worker's memory and end its process, if it has one. Legal twice."""
+        ...
+
+
+class InlineWorker:
+    """The worker in this process; messages are still serialised, so nothing but bytes crosses.
+
+    Args:
+        config: what to load.
+        rank: tensor-parallel rank.
+    """
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        if "paddle" not in sys.modules:
+            prepare_runtime()
+        with quiet_paddle_import():
+            from fastkv.engine.worker import ModelWorker
+
+        self._worker: ModelWorker | None = ModelWorker(config, rank)
+        self.ready = self._worker.ready
+
+    def call(self, message: AnyMessage) -> AnyMessage:
+        """See WorkerTransport."""
+        if self._worker is None:
+            raise WorkerError("the worker is closed; make a new engine")
+        return _checked(decode(encode(self._worker.handle(decode(encode(message))))))
+
+    def close(self) -> None:
+        """See WorkerTransport."""
+        if self._worker is not None:
+            self._worker.handle(Shutdown())
+            self._worker = None
+
+
+class ProcessWorker:
+    """The worker in a process of its own, reached over a socket pair.
+
+    Args:
+        config: what to load; it crosses as MessagePack.
+        rank: tensor-parallel rank.
+
+    Raises:
+        FastKVError: what the worker reported while it started.
+        WorkerError: it died.
+    """
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "fastkv.engine.worker_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._connection = Connection(ours.detach())
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode((config, rank)))
+            ready = self._receive()
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(ready, WorkerReady):
+            self.close()
+            raise InvariantError(f"the worker's first message was {type(ready).__name__}")
+        self.ready = ready
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    def call(self, message: AnyMessage) -> AnyMessage:
+        """See WorkerTransport."""
+        try:
+            self._connection.send_bytes(encode(message))
+        except OSError:
+            raise self._died() from None
+        return self._receive()
+
+    def close(self) -> None:
+        """See WorkerTransport."""
+        if not self._connection.closed:
+            with contextlib.suppress(OSError):  # it may be gone already, which is what we want
+                self._connection.send_bytes(encode(Shutdown()))
+            self._connection.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self) -> AnyMessage:
+        try:
+            data = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise self._died() from None
+        return _checked(decode(data))
+
+    def _died(self) -> WorkerError:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return WorkerError("the worker process closed its connection but still runs; start the engine again")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return WorkerError(f"the worker process {how}; its requests are lost, start the engine again")
+
+
+def _checked(message: AnyMessage) -> AnyMessage:
+    """Turn a Failure back into the error that the worker met."""
+    if isinstance(message, Failure):
+        raise _ERRORS.get(message.kind, WorkerError)(message.message)
+    return message

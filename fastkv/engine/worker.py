@@ -1,0 +1,148 @@
+"""The worker: a model and its caches. Carries out StepPlans; decides nothing.
+
+Owns the model's weights and, under v0, the device caches (RunnerCache); under v1 the CacheController owns them. Called
+through a transport, one message at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from fastkv import CacheController, Config, RunnerCache, load_static_scales
+from fastkv.core.messages import (
+    INT64,
+    AnyMessage,
+    Done,
+    Failure,
+    ResetCache,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+    unpack,
+)
+from fastkv.engine.llama import Attend
+from fastkv.engine.model import load_model
+from fastkv.engine.sampler import sample_rows
+from fastkv.errors import FastKVError, InvariantError
+from fastkv.ops import AttentionBatch, LayerCache, Rope, append_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTensors:
+    """A StepPlan's arrays as tensors."""
+
+    token_ids: Tensor
+    positions: Tensor
+    batch: AttentionBatch
+    last_rows: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _StepTensors:
+        starts, contexts = unpack(plan.query_start), unpack(plan.context_lens)
+        lengths = np.diff(starts)
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - contexts, lengths)
+        tables = unpack(plan.block_tables).reshape(-1, plan.max_blocks)
+        batch = AttentionBatch.from_numpy(tables, starts, contexts, unpack(plan.slot_mapping, INT64))
+        return cls(
+            paddle.to_tensor(unpack(plan.token_ids).astype(np.int64)),
+            paddle.to_tensor(positions.astype(np.int64)),
+            batch,
+            starts[1:] - 1,
+        )
+
+
+class ModelWorker:
+    """One rank's model and caches.
+
+    Args:
+        config: decides everything.
+        rank: tensor-parallel rank.
+
+    Raises:
+        ConfigError: model, scales or memory do not fit the config; nothing is left allocated.
+    """
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        self.config = config
+        self.device = config.device.type
+        self.model = load_model(config)
+        self._rope = Rope(self.model.rope.cos, self.model.rope.sin, self.model.rope.style)
+        scales = load_static_scales(config, rank, self.model.revision)
+        plan = config.capacity_plan(_device_capacity())
+        self.caches: RunnerCache | CacheController
+        if config.cache.manager == "v0":
+            self.caches = RunnerCache(config.cache_spec(), plan.num_device_blocks, self.device, scales)
+        else:
+            self.caches = CacheController(config, rank, self.device, scales)
+            self.caches.initialize_all(plan.num_device_blocks)
+        spec = self.caches.spec
+        self._layers: list[LayerCache] = [self.caches.layer_cache(layer) for layer in spec.group("main").layers]
+        self.ready = WorkerReady(
+            num_device_blocks=self.caches.num_blocks,
+            num_host_blocks=plan.num_host_blocks,
+            storage_dtype=str(self._layers[0].key.dtype).removeprefix("paddle."),
+            device_cache_bytes=self.caches.group_bytes("main"),
+            mtp_cache_bytes=self.caches.group_bytes("mtp"),
+            host_cache_bytes=self.caches.host_bytes,
+            vocab_size=self.model.geometry.vocab_size,
+            weights_fingerprint=self.model.revision,
+        )
+
+    def handle(self, message: AnyMessage) -> AnyMessage:
+        """Carry out one message. Every error becomes a Failure, so that the engine hears of it."""
+        plan_id = getattr(message, "plan_id", 0)
+        try:
+            if isinstance(message, StepPlan):
+                return self._step(message)
+            if isinstance(message, ResetCache):
+                self.caches.reset_cache()
+                return Done(plan_id)
+            if isinstance(message, Shutdown):
+                self._layers = []
+                self.caches.free_cache()
+                return Done(plan_id)
+            raise InvariantError(f"a worker does not take a {type(message).__name__}")
+        except FastKVError as error:
+            return Failure(plan_id, type(error).__name__, str(error))
+        except Exception as error:  # the top of the worker: nothing may get lost between two processes
+            return Failure(plan_id, "WorkerError", f"step {plan_id} failed: {type(error).__name__}: {error}")
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        step = _StepTensors.of(plan)
+        hidden = self.model.forward(step.token_ids, step.positions, self._attend(step.batch))
+        tokens = np.full(len(plan.sampling), -1, dtype=np.int32)
+        rows = [row for row, params in enumerate(plan.sampling) if params is not None]
+        if rows:
+            logits = self.model.logits(hidden[paddle.to_tensor(step.last_rows[rows].astype(np.int64))])
+            indices = unpack(plan.sampled_positions)[rows]
+            params = [p for p in plan.sampling if p is not None]
+            tokens[rows] = sample_rows(logits, params, indices.tolist())
+        return StepResult(plan.plan_id, tokens.tobytes(), time.perf_counter() - start)
+
+    def _attend(self, batch: AttentionBatch) -> Attend:
+        """The attention of one step over the paged caches, in the logical dtype of the config."""
+        dtype, softmax_scale = getattr(paddle, self.config.model.dtype), self.model.softmax_scale
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # The CPU model computes in float32; keys and values reach the cache in the model's logical dtype.
+            if dtype != paddle.float32:
+                q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
+            out = append_attention(q, k, v, self._layers[layer], batch, softmax_scale=softmax_scale, rope=self._rope)
+            return out if dtype == paddle.float32 else out.astype("float32")
+
+        return attend
+
+
+def _device_capacity() -> int:
+    """Bytes of memory that this machine's caches could use: the GPU's, or the CPU's physical memory."""
+    if paddle.device.is_compiled_with_cuda():
+        return int(paddle.device.cuda.get_device_properties().total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,47 @@
+"""Entry point of a worker in its own process: python -m fastkv.engine.worker_process FD
+
+FD is the number of an inherited socket. First the engine sends (config, rank), then messages until Shutdown or until
+the engine is gone. The process never outlives its engine: the socket's end ends it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from fastkv.config import Config
+from fastkv.core.messages import Failure, Shutdown, decode, encode
+from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
+from fastkv.errors import FastKVError
+
+
+def main(fd: int) -> int:
+    """Serve one engine. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which ends us by closing the socket
+    connection = Connection(fd)
+    config, rank = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[Config, int])
+    prepare_runtime()
+    with quiet_paddle_import():
+        from fastkv.engine.worker import ModelWorker
+    try:
+        worker = ModelWorker(config, rank)
+    except FastKVError as error:
+        connection.send_bytes(encode(Failure(0, type(error).__name__, str(error))))
+        return 1
+    connection.send_bytes(encode(worker.ready))
+    while True:
+        try:
+            message = decode(connection.recv_bytes())
+        except (EOFError, OSError):
+            return 0
+        answer = worker.handle(message)
+        if isinstance(message, Shutdown):
+            return 0
+        connection.send_bytes(encode(answer))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

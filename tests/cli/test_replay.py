@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.traces import make_trace, naive_replay
@@ -189,3 +190,15 @@ def test_replay_plot_writes_a_png_or_says_why_not(
     assert sizes == [*sorted(sizes[:-1]), 0]
     assert main(["replay", trace, "--plot", str(tmp_path / "missing" / "x.png")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_replay_docs_recipe_writes_a_trace_that_replays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What docs/replay.md tells people to run on their own logs is run here."""
+    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    recipe: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], recipe)
+    prompt = list(range(1000, 1150))
+    path = tmp_path / "own.jsonl"
+    recipe["write_trace"]([(2, [*prompt, 7, 8]), (1, prompt), (3, prompt[:64])], path)
+    (row,) = rows(capsys, str(path))
+    assert row["hit_blocks"] == 2  # 128 tokens of the second; the third ends on its block and computes it again

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from fastkv import FastKVError, __version__
-from fastkv.cli import generate, plan, replay
+from fastkv.cli import calibrate, generate, plan, replay
 
-COMMANDS = (generate, plan, replay)
+COMMANDS = (generate, plan, calibrate, replay)
 
 
 def build_parser() -> argparse.ArgumentParser:

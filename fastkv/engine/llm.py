@@ -17,7 +17,7 @@ from fastkv import CacheManager, Config, RequestError
 from fastkv.core.digest import as_token_array
 from fastkv.core.messages import SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
-from fastkv.engine.gguf_weights import open_model
+from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.sampler import check_sampling
 from fastkv.engine.tokenizer import ChatMessage, Tokenizer
 from fastkv.engine.transport import InlineWorker, ProcessWorker, WorkerTransport
@@ -154,11 +154,7 @@ class LLM:
             ConfigError: the model brings none (random weights).
         """
         if self._tokenizer is None:
-            weights = self.config.model.weights or ""
-            if weights.startswith("random:"):
-                raise ConfigError(f"model {weights} has no tokenizer; give prompts as lists of token ids")
-            name = weights if weights.startswith("package:") else str(self.config.resolve_path(weights))
-            self._tokenizer = Tokenizer(open_model(name))
+            self._tokenizer = load_tokenizer(self.config)
         return self._tokenizer
 
     def generate(

@@ -12,9 +12,8 @@ from fastkv.engine.gguf_weights import (
     read_geometry,
 )
 from fastkv.engine.llama import LlamaModel, random_geometry, random_weights
+from fastkv.engine.model_files import RANDOM_PREFIX, weights_name
 from fastkv.errors import ConfigError
-
-RANDOM_PREFIX = "random:"
 
 
 class LoadedModel(LlamaModel):
@@ -33,15 +32,9 @@ def load_model(config: Config) -> LoadedModel:
     Raises:
         ConfigError: no weights named, not found, or of another geometry than the config's.
     """
-    weights = config.model.weights
-    if weights is None:
-        raise ConfigError(
-            f"model {config.model.name} has no weights in its config, so it can be planned but not run; "
-            "set model.weights"
-        )
-    if weights.startswith(RANDOM_PREFIX):
-        return _random_model(config, weights.removeprefix(RANDOM_PREFIX))
-    name = weights if weights.startswith("package:") else str(config.resolve_path(weights))
+    name = weights_name(config)
+    if name.startswith(RANDOM_PREFIX):
+        return _random_model(config, name.removeprefix(RANDOM_PREFIX))
     file = open_model(name)
     geometry = read_geometry(file)
     check_geometry(config, geometry)

@@ -75,6 +75,8 @@ class RemoveOutcome(str, Enum):
     MISSING = "missing"
     DELEGATED = "delegated"  # only the rank that stores shared records removes them
     FAILED = "failed"
+    TIMEOUT = "timeout"
+    DROPPED = "dropped"
     UNAVAILABLE = "unavailable"
 
 
@@ -102,6 +104,10 @@ class StorageLookup(Protocol):
 
     def counters(self) -> dict[str, int]:
         """Events so far, by name."""
+        ...
+
+    def last_error(self) -> str:
+        """Text of the last fault, or ""."""
         ...
 
     def close(self) -> None:
@@ -173,9 +179,10 @@ class Counters:
     def add_outcomes(self, verb: str, outcomes: Sequence[Enum]) -> None:
         """Count each outcome of a batch as "<verb>_<outcome>"."""
         with self._lock:
-            for outcome in outcomes:
-                name = f"{verb}_{outcome.value}"
-                self._counts[name] = self._counts.get(name, 0) + 1
+            for kind in type(outcomes[0]) if outcomes else ():
+                if count := outcomes.count(kind):
+                    name = f"{verb}_{kind.value}"
+                    self._counts[name] = self._counts.get(name, 0) + count
 
     def fault(self, name: str, error: BaseException | str) -> None:
         """Count a fault and keep its text."""

@@ -74,10 +74,8 @@ class SegmentFiles:
     def write(self, slot: int, payload: memoryview) -> None:
         """Write a payload into a slot."""
         segment, row = divmod(slot, self._identity.slots_per_segment)
-        fd = self._fd(segment)
-        with self._lock:
-            self._dirty.add(segment)
-        self._ops.write(fd, payload, row * self._identity.slot_bytes)
+        self._dirty.add(segment)
+        self._ops.write(self._fd(segment), payload, row * self._identity.slot_bytes)
 
     def read_into(self, slot: int, view: memoryview) -> None:
         """Fill view from the start of a slot."""
@@ -85,19 +83,13 @@ class SegmentFiles:
         self._ops.read_into(self._fd(segment), view, row * self._identity.slot_bytes)
 
     def sync(self) -> None:
-        """Wait until everything written so far is on the disk. After an error the same segments are due again."""
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        try:
-            for segment in sorted(dirty):
-                self._ops.sync(self._fd(segment))
-            if self._is_folder_dirty:
-                self._ops.sync_folder(self._folder)
-                self._is_folder_dirty = False
-        except OSError:
-            with self._lock:
-                self._dirty |= dirty
-            raise
+        """Wait until everything written is on the disk. Not beside a write. After an error all of it is due again."""
+        for segment in sorted(self._dirty):
+            self._ops.sync(self._fd(segment))
+        if self._is_folder_dirty:
+            self._ops.sync_folder(self._folder)
+        self._dirty.clear()
+        self._is_folder_dirty = False
 
     def drop(self, segment: int) -> None:
         """Close and delete a segment."""
@@ -110,16 +102,17 @@ class SegmentFiles:
             self._forget(segment)
 
     def _forget(self, segment: int) -> None:
-        with self._lock:
-            self._dirty.discard(segment)
-            fd = self._fds.pop(segment, None)
+        self._dirty.discard(segment)
+        fd = self._fds.pop(segment, None)
         if fd is not None:
             self._ops.close(fd)
 
     def _fd(self, segment: int, *, create: bool = False) -> int:
-        with self._lock:
-            fd = self._fds.get(segment)
-            if fd is None:
-                path = self._folder / segment_name(segment)
-                fd = self._fds[segment] = self._ops.open(path, create=create, writable=self._writable)
-            return fd
+        fd = self._fds.get(segment)
+        if fd is None:
+            with self._lock:  # two readers may want the same file first
+                fd = self._fds.get(segment)
+                if fd is None:
+                    path = self._folder / segment_name(segment)
+                    fd = self._fds[segment] = self._ops.open(path, create=create, writable=self._writable)
+        return fd

@@ -170,7 +170,7 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
       value = view_cache(*value_cache, "value", storage, &key_rows.dtype, {maybe(value_scale), maybe(value_zero_point)});
       check_pair(key, value);
       check_rows_fit(value_rows, "v", value, "value_cache");
-    } else if (v || value_cache) {
+    } else if ((v || value_cache) && k.shape()[0] > 0) {  // Paddle passes an empty v as an absent one
       invalid("v and value_cache must be given together, or neither for a latent cache");
     }
     check_tensor(slot_mapping, "slot_mapping", 1, "int64 [num_tokens]");

@@ -56,7 +56,8 @@ def gather_cache(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor | Non
     check_tensor(slots, "slots", paddle.int64, 1, "int64 [n]")
     key, value, key_scale, value_scale, key_zero_point, value_zero_point = cache.op_inputs
     name = cache.storage.name
-    keys = run_op("fastkv_gather_cache", key, key_scale, key_zero_point, slots, name, "key")[0]
+    what = "latent" if cache.is_latent else "key"
+    keys = run_op("fastkv_gather_cache", key, key_scale, key_zero_point, slots, name, what)[0]
     if value is None:
         return keys, None
     return keys, run_op("fastkv_gather_cache", value, value_scale, value_zero_point, slots, name, "value")[0]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import paddle
 from paddle import Tensor
 
-from fastkv.core.dtype import MODEL_DTYPES, ScaleKind, StorageDtype
+from fastkv.core.dtype import MODEL_DTYPES, AttentionKind, ScaleKind, StorageDtype, check_legal
 from fastkv.errors import ConfigError
 from fastkv.ops.checks import check_memory, describe
 
@@ -86,8 +86,12 @@ class LayerCache:
     """key, value, their scales, their zero points: the inputs that every op takes in this order."""
 
     def __post_init__(self) -> None:
-        key_dim = _check_cache(self.storage, "key_cache", self.key)
+        if self.is_latent:
+            check_legal(self.storage, AttentionKind.MLA)
+        key_dim = _check_cache(self.storage, "latent_cache" if self.is_latent else "key_cache", self.key)
         value_dim = _check_cache(self.storage, "value_cache", self.value) if self.value is not None else 0
+        if self.is_latent and self.key.shape[1] != 1:
+            raise ConfigError(f"latent_cache must be [blocks, 1, block_size, dim], but is {describe(self.key)}")
         if self.value is not None and list(self.value.shape[:3]) != list(self.key.shape[:3]):
             raise ConfigError(
                 "key_cache and value_cache must agree in blocks, kv_heads and block_size, but are "
@@ -147,14 +151,17 @@ class LayerCache:
 
     def _check_static(self, what: str, scale: Tensor | None, zero_point: Tensor | None, heads: int, dim: int) -> None:
         is_needed = dim > 0
+        sizes = (1,) if self.is_latent else (heads * dim, heads)
         legal = f"float32 [{heads * dim}] (per channel) or [{heads}] (per head)"
+        if self.is_latent:
+            legal = "float32 [1] (one for the latent)"
         for name, tensor, wanted in (
             (f"{what}_scale", scale, is_needed),
             (f"{what}_zero_point", zero_point, is_needed and self.storage.has_zero_point),
         ):
             if not wanted and tensor is not None:
                 raise ConfigError(f"kv_cache_quant_type {self.name} takes no {name} here, but one was given")
-            if wanted and (tensor is None or tensor.shape[0] not in (heads * dim, heads)):
+            if wanted and (tensor is None or tensor.shape[0] not in sizes):
                 given = "none was given" if tensor is None else f"it is {describe(tensor)}"
                 raise ConfigError(f"kv_cache_quant_type {self.name} needs {name}, {legal}, but {given}")
         if scale is not None and zero_point is not None and list(scale.shape) != list(zero_point.shape):

@@ -39,10 +39,10 @@ def check_tensor(tensor: Any, name: str, dtype: Any, ndim: int, layout: str) -> 
     Raises:
         ConfigError: what it must be and what it is.
     """
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"{name} must be a Paddle tensor, {layout}, but is {describe(tensor)}")
     if is_static_graph():
         return
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} must be a Paddle tensor, {layout}, but is {describe(tensor)}")
     if (dtype is not None and tensor.dtype != dtype) or tensor.ndim != ndim:
         raise ConfigError(f"{name} must be {layout}, but is {describe(tensor)}")
     check_memory(tensor, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -220,7 +221,7 @@ def test_chunked_prefill_gives_what_one_prefill_gives(rng: np.random.Generator, 
     for cuts in ([0, tokens], [0, 5, 6, 16, tokens]):
         twin = make_twin(np.random.default_rng(3), quant_type)
         parts = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             step = ref.Batch(
                 whole.block_tables,
                 np.array([0, end - begin], np.int32),

@@ -240,8 +240,8 @@ class FileConnector:
             self._commit(batch, digests)
         finally:
             self._put_lock.release()
-        first_row = {digest: row for row, digest in reversed(list(enumerate(digests)))}
-        return tuple(batch.outcomes[first_row[digest]] for digest in digests)
+        first_row: dict[bytes, int] = {}
+        return tuple(batch.outcomes[first_row.setdefault(digest, row)] for row, digest in enumerate(digests))
 
     def _grow_for(self, digests: set[bytes], deadline_s: float) -> None:
         """Allocate segments until the batch fits or nothing more is to be had."""
@@ -263,18 +263,17 @@ class FileConnector:
 
     def _reserve(self, digests: Sequence[bytes], views: list[memoryview]) -> _Batch:
         """A slot for every record that is not stored yet; entries of what was evicted for them are gone from disk."""
-        batch, seen = _Batch(), set[bytes]()
+        batch, stale = _Batch(), set[int]()
         with self._lock:
-            stale = set[int]()
-            for row, digest in enumerate(digests):
-                if digest in seen:
-                    continue
-                seen.add(digest)
-                record = self._table.pin(digest)
+            new: dict[bytes, int] = {}
+            for row, digest in enumerate(digests):  # first pins: the batch must not evict its own members
+                record = None if digest in new else self._table.pin(digest)
                 if record is not None:
                     batch.pinned.append(record)
                     batch.outcomes[row] = PutOutcome.EXISTS
-                    continue
+                else:
+                    new.setdefault(digest, row)
+            for digest, row in new.items():
                 reserved = self._table.reserve()
                 if reserved is None:
                     batch.outcomes[row] = PutOutcome.FULL

@@ -1,0 +1,196 @@
+"""fastkv generate and plan as a person types them: output, JSON, and every mistake a message instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.toy import toy_data
+
+from fastkv.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = ROOT / "configs" / "smollm2.yaml"
+COMMAND = [sys.executable, "-m", "fastkv.cli.main"]
+SMALL = ["--device-memory", "64MiB"]
+
+
+def run(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=120, cwd=ROOT, **options)
+
+
+@pytest.fixture
+def toy_file(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(toy_data()))
+    return path
+
+
+def test_generate_json_prints_one_object_with_outputs_and_report(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The capital of France is"}\n\n{"prompt": "Water boils at"}\n')
+    done = run("generate", str(SMOLLM2), "--prompts", str(prompts), "--max-tokens", "3", "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["outputs"][0]["text"].startswith(" Paris.")
+    assert len(data["outputs"]) == 2
+    assert len(data["outputs"][0]["token_ids"]) == 3
+    report = data["report"]
+    assert (report["storage_dtype"], report["cache_manager"], report["prefix_hit_tokens"]) == ("float32", "v1", 0)
+    assert report["host_cache_bytes"] > 0
+    assert report["mtp_cache_bytes"] == 0
+    assert report["decode_tokens_per_s"] > 0
+    assert report["prefill_tokens_per_s"] > 0
+    assert 0 < report["device_cache_bytes"] <= 64 << 20
+
+
+def test_generate_streams_text_and_reports_on_stderr() -> None:
+    command = ["generate", str(SMOLLM2), "--prompt", "The capital of France is", "--max-tokens", "2"]
+    done = run(*command, "--kv-cache-quant-type", "int8", "--cache-manager", "v0", "--worker", "process", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n"
+    assert "stored as uint8 (int8)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "WARNING" not in done.stderr
+
+
+def test_generate_interrupted_leaves_no_worker_behind() -> None:
+    command = [*COMMAND, "generate", str(SMOLLM2), "--prompt", "Once", "--max-tokens", "4000", "--worker", "process"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    worker = _wait_for(lambda: children.read_text().split())[0]
+    assert process.stdout is not None
+    assert process.stdout.read(4) == "Once"  # the engine is up and its text flows
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert stderr.strip().endswith("fastkv: interrupted")
+    _wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def _wait_for(condition: Any, timeout_s: float = 30.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", "x", "--kv-cache-quant-type", "int3"], "unknown kv_cache_quant_type 'int3'"),
+        (["--prompt", "x", "--cache-manager", "v7"], "'v7' is not allowed; allowed: v0, v1"),
+        (["--prompt", "x", "--device-memory", "1KiB"], "below one block"),
+        (["--prompt", "x", "--device-memory", "lots"], "'lots' is no size"),
+        (["--prompt", "x", "--block-size", "0"], "cache.block_size"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    ],
+)
+def test_generate_mistake_is_one_message_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    assert main(["generate", str(SMOLLM2), *args]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("fastkv: error:") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ("  \n", "the prompt is empty"),
+        ("word " * 9000, "context holds 8192"),
+        ("word " * 2000, "do not fit the cache of"),
+    ],
+)
+def test_generate_prompt_that_cannot_run_is_refused(
+    capsys: pytest.CaptureFixture[str], prompt: str, message: str
+) -> None:
+    assert main(["generate", str(SMOLLM2), "--prompt", prompt, *SMALL]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": 3}', '{"text": "x"}', '"x"'])
+def test_generate_broken_prompts_file_names_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    assert main(["generate", str(SMOLLM2), "--prompts", str(path)]) == 1
+    assert f"{path}:2: expected an object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"weights": "missing.gguf"}}, "missing.gguf"),
+        ({"model": {"weights": "package:no_such_package"}}, "no_such_package"),
+        ({"model": {"weights": None}}, "has no weights in its config"),
+        ({"model": {"num_layers": 29}}, "num_layers is 29, the weights have 30"),
+        ({"cache": {"scales_file": "missing.json", "kv_cache_quant_type": "int8"}}, "fastkv calibrate"),
+        ({"cache": {"scales_file": None, "kv_cache_quant_type": "int8"}}, "needs static scales"),
+    ],
+)
+def test_generate_config_that_does_not_fit_the_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    data = yaml.safe_load(SMOLLM2.read_text())
+    for section, keys in changes.items():
+        data[section].update(keys)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert main(["generate", str(path), "--prompt", "x", *SMALL]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_plan_json_agrees_with_the_spec(toy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(toy_file), "--kv-cache-quant-type", "int4_zp", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["storage_dtype"], data["block_bytes"], data["bytes_per_token"]) == ("uint8", 192, 48)
+    assert data["num_device_blocks"] == 4
+    assert data["full_length_requests"] == 0
+    roles = data["groups"][1]["roles"]
+    assert roles[0] == {"role": "key", "dtype": "uint8", "shape": [4, 2, 4, 4], "block_bytes": 32}
+    assert sum(group["device_bytes"] for group in data["groups"]) == data["device_bytes"] == 4 * 192
+
+
+def test_plan_compare_lists_every_legal_type(toy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(toy_file), "--compare", "--device-memory", "7680", "--json"]) == 0
+    rows = {row["kv_cache_quant_type"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {name: row["num_device_blocks"] for name, row in rows.items()} == {
+        "none": 10,
+        "int8": 20,
+        "int8_zp": 20,
+        "float8_e4m3fn": 20,
+        "float8_e4m3fn_zp": 20,
+        "block_wise_fp8": 13,
+        "int4_zp": 40,
+    }
+
+
+def test_plan_table_is_readable(toy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(toy_file)]) == 0
+    out = capsys.readouterr().out
+    assert "bfloat16" in out
+    assert "[4, 2, 4, 8]" in out
+    assert "bytes a token" in out
+
+
+def test_command_line_that_is_no_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["generat"])
+    assert error.value.code == 2
+    assert "generate" in capsys.readouterr().err

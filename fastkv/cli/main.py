@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from fastkv import FastKVError, __version__
-from fastkv.cli import calibrate, generate, plan, replay
+from fastkv.cli import cache, calibrate, generate, plan, replay
 
-COMMANDS = (generate, plan, calibrate, replay)
+COMMANDS = (generate, plan, calibrate, replay, cache)
 
 
 def build_parser() -> argparse.ArgumentParser:

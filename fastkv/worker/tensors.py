@@ -110,9 +110,9 @@ def total_bytes(tensors: Iterable[paddle.Tensor]) -> int:
 def _allocate_role(role: RoleSpec, num_blocks: int, device: str) -> paddle.Tensor:
     if device == "cpu":
         flat = from_dlpack(_anonymous_bytes(num_blocks * role.block_bytes))
-        return flat.view(role.dtype).reshape(role.shape(num_blocks))
+        return flat.view(getattr(paddle, role.dtype)).reshape(role.shape(num_blocks))
     with paddle.device.device_guard(device):
-        return paddle.zeros(role.shape(num_blocks), dtype=role.dtype)
+        return paddle.zeros(role.shape(num_blocks), dtype=getattr(paddle, role.dtype))
 
 
 def _anonymous_bytes(nbytes: int) -> ByteArray:

@@ -136,8 +136,9 @@ def _row(survey: NamespaceSurvey, *, with_ranks: bool) -> dict[str, Any]:
 def _ls_table(surveys: Sequence[NamespaceSurvey]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("namespace", no_wrap=True)
-    for name in ("model", "weights", "storage"):
-        table.add_column(name, overflow="fold")
+    table.add_column("model", overflow="fold")
+    table.add_column("weights", no_wrap=True)
+    table.add_column("storage", no_wrap=True)
     for name in ("block", "TP", "blocks", "size", "used", "by pid"):
         table.add_column(name, justify="right", no_wrap=True)
     for survey in surveys:

@@ -1,7 +1,7 @@
-"""Calibration: the range of every channel of every layer's keys and values, over real text.
+"""Calibration: the range of every channel of what a layer caches, over real text.
 
 Runs the model without any cache (as `recompute` does) and looks at what would be written to one: keys after rotary
-embedding, and values. Called by `fastkv calibrate`.
+embedding and values, or MLA's latents, rotary part rotated. Called by `fastkv calibrate`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from paddle import Tensor
 
 from fastkv.core.scales import ValueRange
 from fastkv.core.spec import Role
-from fastkv.engine.llama import LlamaModel
+from fastkv.engine.llama import Attend, LlamaModel
+from fastkv.engine.mla import LatentAttend, MlaModel, expanded_attend
 from fastkv.engine.recompute import causal_attention, causal_mask, rotate
 from fastkv.errors import ConfigError
 
@@ -67,14 +68,14 @@ class RangeCollector:
 
 
 def collect_ranges(
-    model: LlamaModel,
+    model: LlamaModel | MlaModel,
     token_ids: Sequence[int],
     collector: RangeCollector,
     *,
     chunk_tokens: int = 512,
     on_progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Run a text through the model in chunks of their own and show every key and value to the collector.
+    """Run a text through the model in chunks of their own and show everything it would cache to the collector.
 
     Args:
         model: the model.
@@ -102,8 +103,16 @@ def collect_ranges(
     return done
 
 
-def _run_chunk(model: LlamaModel, chunk: list[int], collector: RangeCollector) -> None:
-    positions, mask = paddle.arange(len(chunk), dtype="int64"), causal_mask(len(chunk))
+def _run_chunk(model: LlamaModel | MlaModel, chunk: list[int], collector: RangeCollector) -> None:
+    tokens, positions = paddle.to_tensor(chunk, dtype="int64"), paddle.arange(len(chunk), dtype="int64")
+    if isinstance(model, MlaModel):
+        model.forward(tokens, positions, _watched_latents(model, len(chunk), collector))
+    else:
+        model.forward(tokens, positions, _watched_keys_and_values(model, positions, collector))
+
+
+def _watched_keys_and_values(model: LlamaModel, positions: Tensor, collector: RangeCollector) -> Attend:
+    mask = causal_mask(int(positions.shape[0]))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = rotate(k, model.rope, positions)
@@ -111,4 +120,14 @@ def _run_chunk(model: LlamaModel, chunk: list[int], collector: RangeCollector) -
         collector.add(layer, Role.VALUE, v.numpy())
         return causal_attention(rotate(q, model.rope, positions), k, v, model.softmax_scale, mask)
 
-    model.forward(paddle.to_tensor(chunk, dtype="int64"), positions, attend)
+    return attend
+
+
+def _watched_latents(model: MlaModel, num_tokens: int, collector: RangeCollector) -> LatentAttend:
+    expanded = expanded_attend(model, num_tokens)
+
+    def attend(layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        collector.add(layer, Role.LATENT, latent.unsqueeze(1).numpy())
+        return expanded(layer, q, latent)
+
+    return attend

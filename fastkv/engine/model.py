@@ -1,6 +1,16 @@
-"""From a config to a model: finds the weights and refuses a config whose geometry is not the model's."""
+"""From a config to a model that runs over paged caches. Refuses a config whose geometry is not the model's.
+
+config.model.attention chooses: Llama for mha and gqa, the small MLA decoder for mla. Whoever runs a step (the worker,
+`fastkv eval`) needs no more than `CausalModel`; which op attends is the model's business.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import paddle
+from paddle import Tensor
 
 from fastkv.config import Config
 from fastkv.engine.gguf_weights import (
@@ -12,17 +22,93 @@ from fastkv.engine.gguf_weights import (
     read_geometry,
 )
 from fastkv.engine.llama import LlamaModel, random_geometry, random_weights
+from fastkv.engine.mla import MlaGeometry, MlaModel
 from fastkv.engine.model_files import RANDOM_PREFIX, weights_name
 from fastkv.errors import ConfigError
+from fastkv.ops import AttentionBatch, LayerCache, append_attention, mla_append_attention
+
+AnyAttend = Callable[..., Tensor]
+"""Attention of one step: (layer, the model's own tensors) -> attended, as `Attend` or `LatentAttend` says."""
 
 
-class LoadedModel(LlamaModel):
-    """A model and the name of its weights. revision is what scales and storage recognise them by."""
+class CausalModel(Protocol):
+    """A model that the engine can run. revision names its weights: scales and storage recognise them by it."""
 
     revision: str
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
 
-def load_model(config: Config) -> LoadedModel:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        """Run all layers: int64 [n], int64 [n] -> float32 [n, d_model]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of rows of `forward`'s result: float32 [rows, vocab_size]."""
+        ...
+
+    def paged_attend(self, layers: Sequence[LayerCache], batch: AttentionBatch, dtype: str) -> AnyAttend:
+        """The attention of one step over paged caches.
+
+        Args:
+            layers: the caches of all layers.
+            batch: the step's requests.
+            dtype: logical dtype. The CPU model computes in float32; what goes into a cache has the logical dtype.
+        """
+        ...
+
+
+class LoadedModel(LlamaModel):
+    """A Llama over paged key and value caches. See CausalModel."""
+
+    revision: str
+
+    @property
+    def vocab_size(self) -> int:
+        """See CausalModel."""
+        return self.geometry.vocab_size
+
+    def paged_attend(self, layers: Sequence[LayerCache], batch: AttentionBatch, dtype: str) -> AnyAttend:
+        """See CausalModel. Rotary embedding happens inside the op."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (_cast(x, dtype) for x in (q, k, v))
+            out = append_attention(q, k, v, layers[layer], batch, softmax_scale=self.softmax_scale, rope=self.rope)
+            return _cast(out, "float32")
+
+        return attend
+
+
+class LoadedMlaModel(MlaModel):
+    """An MLA decoder over paged latent caches, in absorbed form. See CausalModel."""
+
+    revision: str
+
+    @property
+    def vocab_size(self) -> int:
+        """See CausalModel."""
+        return self.geometry.vocab_size
+
+    def paged_attend(self, layers: Sequence[LayerCache], batch: AttentionBatch, dtype: str) -> AnyAttend:
+        """See CausalModel. Rotary embedding happened in the model."""
+
+        def attend(layer: int, q: Tensor, latent: Tensor) -> Tensor:
+            out = mla_append_attention(
+                _cast(self.absorb(layer, q), dtype),
+                _cast(latent, dtype),
+                layers[layer],
+                batch,
+                kv_lora_rank=self.geometry.kv_lora_rank,
+                softmax_scale=self.softmax_scale,
+            )
+            return self.project_values(layer, _cast(out, "float32"))
+
+        return attend
+
+
+def load_model(config: Config) -> LoadedModel | LoadedMlaModel:
     """Load the model that config.model.weights names.
 
     Args:
@@ -30,8 +116,14 @@ def load_model(config: Config) -> LoadedModel:
             tests and trials without any download).
 
     Raises:
-        ConfigError: no weights named, not found, or of another geometry than the config's.
+        ConfigError: no weights named, not found, of another geometry than the config's, or of an attention kind that
+            fastkv has no op for.
     """
+    if config.model.attention == "dsa":
+        raise ConfigError(
+            "model.attention dsa: fastkv allocates, sizes and moves these caches, but has no attention op for their "
+            "format, so no model can run over them; take the tensors from CacheController or RunnerCache"
+        )
     name = weights_name(config)
     if name.startswith(RANDOM_PREFIX):
         return _random_model(config, name.removeprefix(RANDOM_PREFIX))
@@ -61,19 +153,35 @@ def check_geometry(config: Config, geometry: ModelGeometry) -> None:
         raise ConfigError(f"the config's model section does not fit {model.weights}: {'; '.join(wrong)}")
 
 
-def _random_model(config: Config, seed: str) -> LoadedModel:
+def _random_model(config: Config, seed: str) -> LoadedModel | LoadedMlaModel:
     model = config.model
     if not seed.isdigit():
         raise ConfigError(f"model.weights {model.weights!r}: write {RANDOM_PREFIX}SEED with a whole number")
-    if model.attention not in ("mha", "gqa"):
-        raise ConfigError(f"model.weights {model.weights!r}: random models exist for mha and gqa attention")
-    geometry = random_geometry(
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        context_tokens=model.max_context,
-    )
-    loaded = LoadedModel(random_weights(geometry, int(seed)), geometry)
+    loaded: LoadedModel | LoadedMlaModel
+    if model.attention == "mla":
+        loaded = LoadedMlaModel(
+            MlaGeometry(
+                num_layers=model.num_layers,
+                num_heads=model.num_attention_heads,
+                kv_lora_rank=model.kv_lora_rank,
+                qk_rope_head_dim=model.qk_rope_head_dim,
+                context_tokens=model.max_context,
+            ),
+            int(seed),
+        )
+    else:
+        geometry = random_geometry(
+            num_layers=model.num_layers,
+            num_heads=model.num_attention_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            context_tokens=model.max_context,
+        )
+        loaded = LoadedModel(random_weights(geometry, int(seed)), geometry)
     loaded.revision = f"random-{seed}"
     return loaded
+
+
+def _cast(x: Tensor, dtype: str) -> Tensor:
+    target = getattr(paddle, dtype)
+    return x if x.dtype == target else x.astype(target)

@@ -27,11 +27,10 @@ from fastkv.core.messages import (
     WorkerReady,
     unpack,
 )
-from fastkv.engine.llama import Attend
-from fastkv.engine.model import load_model
+from fastkv.engine.model import CausalModel, load_model
 from fastkv.engine.sampler import sample_rows
 from fastkv.errors import FastKVError, InvariantError
-from fastkv.ops import AttentionBatch, LayerCache, Rope, append_attention
+from fastkv.ops import AttentionBatch, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,7 @@ class ModelWorker:
     def __init__(self, config: Config, rank: int = 0) -> None:
         self.config = config
         self.device = config.device.type
-        self.model = load_model(config)
-        self._rope = Rope(self.model.rope.cos, self.model.rope.sin, self.model.rope.style)
+        self.model: CausalModel = load_model(config)
         scales = load_static_scales(config, rank, self.model.revision)
         plan = config.capacity_plan(_device_capacity())
         self.caches: RunnerCache | CacheController
@@ -91,7 +89,7 @@ class ModelWorker:
             device_cache_bytes=self.caches.group_bytes("main"),
             mtp_cache_bytes=self.caches.group_bytes("mtp"),
             host_cache_bytes=self.caches.host_bytes,
-            vocab_size=self.model.geometry.vocab_size,
+            vocab_size=self.model.vocab_size,
             weights_fingerprint=self.model.revision,
         )
 
@@ -117,7 +115,8 @@ class ModelWorker:
     def _step(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         step = _StepTensors.of(plan)
-        hidden = self.model.forward(step.token_ids, step.positions, self._attend(step.batch))
+        attend = self.model.paged_attend(self._layers, step.batch, self.config.model.dtype)
+        hidden = self.model.forward(step.token_ids, step.positions, attend)
         tokens = np.full(len(plan.sampling), -1, dtype=np.int32)
         rows = [row for row, params in enumerate(plan.sampling) if params is not None]
         if rows:
@@ -126,19 +125,6 @@ class ModelWorker:
             params = [p for p in plan.sampling if p is not None]
             tokens[rows] = sample_rows(logits, params, indices.tolist())
         return StepResult(plan.plan_id, tokens.tobytes(), time.perf_counter() - start)
-
-    def _attend(self, batch: AttentionBatch) -> Attend:
-        """The attention of one step over the paged caches, in the logical dtype of the config."""
-        dtype, softmax_scale = getattr(paddle, self.config.model.dtype), self.model.softmax_scale
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # The CPU model computes in float32; keys and values reach the cache in the model's logical dtype.
-            if dtype != paddle.float32:
-                q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-            out = append_attention(q, k, v, self._layers[layer], batch, softmax_scale=softmax_scale, rope=self._rope)
-            return out if dtype == paddle.float32 else out.astype("float32")
-
-        return attend
 
 
 def _device_capacity() -> int:

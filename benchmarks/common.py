@@ -57,27 +57,32 @@ class Row:
 
 
 def interleave(
-    samplers: Sequence[Callable[[], float]], budget_s: float, min_samples: int = 5, max_samples: int = 1000
-) -> list[float]:
-    """Call the samplers in turns and take the median of each one's samples.
+    samplers: Sequence[Callable[[], Sequence[float]]],
+    budget_s: float,
+    min_samples: int = 5,
+    max_samples: int = 1000,
+    warmup_rounds: int = 1,
+) -> list[list[float]]:
+    """Call the samplers in turns and take medians.
 
     Args:
-        samplers: each measures once and returns its figure.
-        budget_s: stop after this long, but not before min_samples each. The first round is not counted: it pays for
-            cold pages.
+        samplers: each measures once and returns one or more figures, always the same ones.
+        budget_s: stop after this long, but not before min_samples each.
+        warmup_rounds: rounds that do not count, because they pay for cold pages or an unsettled state.
 
     Returns:
-        One median for each sampler, in order.
+        For each sampler in order, the medians of its figures.
     """
-    for sampler in samplers:
-        sampler()
-    samples: list[list[float]] = [[] for _ in samplers]
+    for _ in range(warmup_rounds):
+        for sampler in samplers:
+            sampler()
+    samples: list[list[Sequence[float]]] = [[] for _ in samplers]
     end = perf_counter() + budget_s
     while len(samples[0]) < min_samples or (perf_counter() < end and len(samples[0]) < max_samples):
         turn = len(samples[0]) % len(samplers)  # nobody always runs after the same neighbour
         for place in (*range(turn, len(samplers)), *range(turn)):
             samples[place].append(samplers[place]())
-    return [median(each) for each in samples]
+    return [[median(figure) for figure in zip(*each, strict=True)] for each in samples]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

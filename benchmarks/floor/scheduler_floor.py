@@ -12,7 +12,8 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import load_floor
 
-Prompts = npt.NDArray[np.int32]  # [count, blocks * block_size], contiguous
+Prompts = npt.NDArray[np.int32]  # [count, at least blocks * block_size], each row contiguous
+Ids = npt.NDArray[np.int32]  # [count, blocks]
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -63,31 +64,31 @@ class SchedulerFloor:
         """Blocks on the free list."""
         return int(self._lib.floor_free_blocks(self._floor))
 
-    def match(self, prompts: Prompts, blocks: int, ids: npt.NDArray[np.int32]) -> tuple[float, int]:
+    def match(self, prompts: Prompts, blocks: int, ids: Ids) -> tuple[float, int]:
         """Look the prompts up; returns (ns, blocks found)."""
         return self._look_up(self._lib.floor_match, prompts, blocks, ids)
 
-    def acquire(self, prompts: Prompts, blocks: int, ids: npt.NDArray[np.int32]) -> tuple[float, int]:
+    def acquire(self, prompts: Prompts, blocks: int, ids: Ids) -> tuple[float, int]:
         """Look the prompts up and hold what is found; returns (ns, blocks found)."""
         return self._look_up(self._lib.floor_acquire, prompts, blocks, ids)
 
-    def release(self, ids: npt.NDArray[np.int32]) -> float:
+    def release(self, ids: Ids) -> float:
         """Give holds back; what nobody holds goes to the end of the LRU list."""
         return float(self._lib.floor_release(self._floor, *ids.shape, ids.ctypes.data))
 
-    def take(self, ids: npt.NDArray[np.int32]) -> float:
+    def take(self, ids: Ids) -> float:
         """Fill ids with free blocks, evicting as needed."""
         return float(self._lib.floor_take(self._floor, *ids.shape, ids.ctypes.data))
 
-    def give_back(self, ids: npt.NDArray[np.int32]) -> float:
+    def give_back(self, ids: Ids) -> float:
         """Put unpublished blocks back on the free list."""
         return float(self._lib.floor_give_back(self._floor, *ids.shape, ids.ctypes.data))
 
-    def publish(self, prompts: Prompts, ids: npt.NDArray[np.int32]) -> float:
+    def publish(self, prompts: Prompts, ids: Ids) -> float:
         """Make the prompts findable under ids, held once."""
         return float(self._lib.floor_publish(self._floor, _rows(prompts), *ids.shape, ids.ctypes.data))
 
-    def life(self, prompts: Prompts, ids: npt.NDArray[np.int32]) -> float:
+    def life(self, prompts: Prompts, ids: Ids) -> float:
         """Look up, hold, take and publish the rest, release."""
         return float(self._lib.floor_life(self._floor, _rows(prompts), *ids.shape, ids.ctypes.data))
 
@@ -98,7 +99,7 @@ class SchedulerFloor:
         )
 
     def _look_up(
-        self, function: object, prompts: Prompts, blocks: int, ids: npt.NDArray[np.int32]
+        self, function: object, prompts: Prompts, blocks: int, ids: Ids
     ) -> tuple[float, int]:
         assert callable(function)
         found = _INT()

@@ -27,11 +27,12 @@ import numpy as np
 from fastkv.core.digest import TokenArray
 from fastkv.errors import ConfigError
 from fastkv.scheduler.manager import CacheManager
+from fastkv.scheduler.policy import EvictionPolicy
 
 UNBOUNDED: Final = 0
 """As a number of blocks: room for the whole trace, nothing is ever evicted."""
 
-POLICIES: Final = ("lru",)
+POLICIES: Final = tuple(policy.value for policy in EvictionPolicy)
 """Eviction policies that a replay can use, the manager's own default first."""
 
 _REQUESTS_A_REPORT: Final = 256
@@ -159,7 +160,7 @@ def replay(
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r} is unknown; allowed: {', '.join(POLICIES)}")
     limit = num_blocks if num_blocks != UNBOUNDED else trace.num_blocks
-    manager = CacheManager(limit, 1)
+    manager = CacheManager(limit, 1, policy=policy)
     runnable = [request for request in trace.requests if len(request.contents) <= limit]
     seconds = 0.0
     for start in range(0, len(runnable), _REQUESTS_A_REPORT):

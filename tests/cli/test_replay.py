@@ -68,6 +68,12 @@ def test_replay_blocks_list_gives_a_row_a_size_in_the_order_given(
         assert (row["hit_blocks"], row["evictions"]) == naive_replay(LINES, BLOCK, limit)
 
 
+def test_replay_policies_are_rows_of_their_own(capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    found = rows(capsys, trace, "--blocks", "40,90", "--policy", "lru,2q")
+    assert [(row["policy"], row["blocks"]) for row in found] == [("lru", 40), ("lru", 90), ("2q", 40), ("2q", 90)]
+    assert found[0]["hit_blocks"] != found[2]["hit_blocks"]
+
+
 def test_replay_memory_counts_bytes_of_the_config_in_blocks_of_the_trace(
     capsys: pytest.CaptureFixture[str], trace: str, config: str
 ) -> None:

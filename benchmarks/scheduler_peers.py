@@ -1,0 +1,3 @@
+"""stub"""
+def installed(): return [], []
+def measure(*a): return []

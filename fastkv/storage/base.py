@@ -173,8 +173,9 @@ class Counters:
 
     def add(self, name: str, count: int = 1) -> None:
         """Count events."""
-        with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + count
+        if count:
+            with self._lock:
+                self._counts[name] = self._counts.get(name, 0) + count
 
     def add_outcomes(self, verb: str, outcomes: Sequence[Enum]) -> None:
         """Count each outcome of a batch as "<verb>_<outcome>"."""

@@ -273,6 +273,7 @@ class FileConnector:
                     batch.outcomes[row] = PutOutcome.EXISTS
                 else:
                     new.setdefault(digest, row)
+            evictions: list[Record] = []
             for digest, row in new.items():
                 reserved = self._table.reserve()
                 if reserved is None:
@@ -281,13 +282,28 @@ class FileConnector:
                 slot, evicted = reserved
                 batch.writes.append(_Write(row, digest, slot, views[row]))
                 if evicted is not None:
-                    self._counters.add("evictions")
+                    evictions.append(evicted)
                 if evicted is not None or slot in self._unclean:
                     stale.add(slot)
-            if not self._clear(stale):
-                self._abandon(batch.writes, batch)
-                batch.writes = []
+            if self._clear(stale):
+                self._counters.add("evictions", len(evictions))
+            else:
+                self._undo(batch, evictions)
         return batch
+
+    def _undo(self, batch: _Batch, evictions: list[Record]) -> None:
+        """The disk does not take writes: nothing must be lost for records that cannot be stored."""
+        kept = {record.slot for record in evictions}
+        self._table.restore(evictions)
+        self._unclean -= kept
+        self._abandon([write for write in batch.writes if write.slot not in kept], None)
+        for write in batch.writes:
+            batch.outcomes[write.row] = PutOutcome.FAILED
+        batch.writes = []
+        try:
+            self._index.write(evictions)  # some of their entries may be gone
+        except OSError as error:
+            self._counters.fault("io_errors", error)
 
     def _write(self, write: _Write, deadline_s: float) -> PutOutcome:
         if time.monotonic() >= deadline_s:

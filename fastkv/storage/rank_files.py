@@ -12,7 +12,7 @@ from pathlib import Path
 from fastkv.errors import StorageError
 from fastkv.storage.base import Counters
 from fastkv.storage.file_config import FileStoreConfig, RankShare
-from fastkv.storage.fileops import FileOps
+from fastkv.storage.fileops import FULL_ERRNOS, FileOps
 from fastkv.storage.folder import DESCRIPTION_NAME, LOCK_NAME, FileLock, StoreFolder, explained, write_whole
 from fastkv.storage.format import ENTRY_BYTES, HEADER_BYTES, MAX_SEGMENTS, IndexIdentity, Record, slot_bytes_for
 from fastkv.storage.index_file import IndexFile
@@ -36,16 +36,17 @@ class RankFiles:
         """Agree on how many slots there are, and read their entries. Hold the folder's lock."""
         identity = self.index.identity
         self.capacity_slots = min(capacity_slots, MAX_SEGMENTS * identity.slots_per_segment)
-        slots = self.segments.whole_slots(min(self.index.num_slots, self.capacity_slots))
+        self._resize(self.segments.whole_slots(min(self.index.num_slots, self.capacity_slots)))
         room = self._folder.make_room(0, self._max_bytes, identity.namespace)
         if room < 0:  # the limit was lowered, and others that are in use hold the rest
-            slots = max(0, slots - -(room // self._unit_bytes))
-        self._resize(slots)
+            self._resize(max(0, self.num_slots + room // self._unit_bytes))
         self.index.begin_epoch()
-        return self.index.load(slots)
+        return self.index.load(self.num_slots)
 
     def grow(self, timeout_s: float) -> bool:
         """Add up to one segment; False if the share or the store's limit has no room for a slot more.
+
+        On a disk that is too full for a whole segment, a half, a quarter, ... of it is tried.
 
         Raises:
             StorageError: the folder's lock was not to be had in time.
@@ -56,17 +57,17 @@ class RankFiles:
         with self._folder.locked(timeout_s):
             wanted = (target - self.num_slots) * self._unit_bytes
             room = self._folder.make_room(wanted, self._max_bytes, self.index.identity.namespace)
-            target = min(target, self.num_slots + max(room, 0) // self._unit_bytes)
-            if target <= self.num_slots:
-                return False
-            self.segments.allocate(target)
-            try:
-                self.index.resize(target)
-            except OSError:
-                self.segments.cut(self.num_slots)
-                raise
-            self.num_slots = target
-        return True
+            added = min(target - self.num_slots, max(room, 0) // self._unit_bytes)
+            while added > 0:
+                try:
+                    self._extend(self.num_slots + added)
+                except OSError as error:
+                    if error.errno not in FULL_ERRNOS or added == 1:
+                        raise
+                    added //= 2
+                else:
+                    return True
+        return False
 
     def close(self) -> None:
         """Close the files, then let go of the lock."""
@@ -77,6 +78,15 @@ class RankFiles:
     @property
     def _unit_bytes(self) -> int:
         return self.index.identity.slot_bytes + ENTRY_BYTES
+
+    def _extend(self, slots: int) -> None:
+        self.segments.allocate(slots)
+        try:
+            self.index.resize(slots)
+        except OSError:
+            self.segments.cut(self.num_slots)
+            raise
+        self.num_slots = slots
 
     def _resize(self, slots: int) -> None:
         self.segments.cut(slots)

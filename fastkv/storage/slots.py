@@ -3,7 +3,8 @@
 Owned by the writer of one rank, which calls it under its lock. A slot is in exactly one state:
 
     FREE --reserve--> RESERVED --commit--> STORED --evict (by reserve) / remove--> FREE
-                          '------abandon------> FREE        pinned and removed: DOOMED --last unpin--> FREE
+                          |------abandon------> FREE
+                          '------restore------> STORED       pinned and removed: DOOMED --last unpin--> FREE
 
 Eviction is least recently used: the order of one dict, oldest first. Pinned records (being read, or just promised to a
 caller) are skipped. `touch` takes a batch in token order and makes its first digest the youngest, so that a chain is
@@ -15,7 +16,7 @@ Costs: O(1) for each record, plus the pinned records at the old end that an evic
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastkv.errors import InvariantError
 from fastkv.storage.format import Record
@@ -116,6 +117,15 @@ class SlotTable:
             raise InvariantError(f"slot {record.slot} is not reserved, or its digest is stored already")
         self._reserved.remove(record.slot)
         self._records[record.digest] = record
+
+    def restore(self, evicted: Sequence[Record]) -> None:
+        """Undo the evictions of `reserve`, given in their order: nothing was written to the slots."""
+        for record in reversed(evicted):
+            if record.slot not in self._reserved or record.digest in self._records:
+                raise InvariantError(f"slot {record.slot} is not reserved, or its digest is stored already")
+            self._reserved.remove(record.slot)
+            self._records[record.digest] = record
+            self._records.move_to_end(record.digest, last=False)
 
     def abandon(self, slot: int) -> None:
         """A reserved slot was not written after all."""

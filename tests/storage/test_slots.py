@@ -55,6 +55,17 @@ class SlotTableMachine(RuleBasedStateMachine):
             self.order.remove(victim)
         self.reserved[name] = slot
 
+    @rule(count=st.integers(1, 4))
+    def reserve_then_restore(self, count: int) -> None:
+        """A batch whose evictions could not be written: as if it had not been."""
+        evicted = []
+        for slot, record in filter(None, [self.table.reserve() for _ in range(count)]):
+            if record is None:
+                self.table.abandon(slot)
+            else:
+                evicted.append(record)
+        self.table.restore(evicted)
+
     @rule(stored=st.booleans())
     @precondition(lambda self: self.reserved)
     def end_write(self, stored: bool) -> None:

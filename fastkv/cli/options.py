@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from fastkv.config import Config, load_config
+from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind, StorageDtype
+from fastkv.errors import ConfigError
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +42,25 @@ def config_from(args: argparse.Namespace) -> Config:
     if args.block_size is not None:
         overrides["cache.block_size"] = args.block_size
     return load_config(args.config, overrides)
+
+
+def legal_configs(config: Config) -> list[tuple[StorageDtype, Config]]:
+    """Each quantisation type that the config's model can be stored with, and the config with that type.
+
+    A scale_granularity of the config that a type does not know is left out for that type.
+    """
+    attention, found = AttentionKind(config.model.attention), []
+    for storage in STORAGE_DTYPES.values():
+        if not storage.is_legal_with(attention):
+            continue
+        asked = config.cache.scale_granularity
+        known = asked in {granularity.value for granularity in storage.granularities[attention]}
+        changes = {"kv_cache_quant_type": storage.name, "scale_granularity": asked if known else None}
+        try:
+            found.append((storage, config.with_cache(**changes)))
+        except ConfigError:
+            continue  # the config itself was valid: it is this type that does not fit, as int4 and an odd head_dim
+    return found
 
 
 def format_bytes(count: int) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastkv.cli.options import add_config_options, config_from, format_bytes
+from fastkv.cli.options import add_config_options, config_from, format_bytes, legal_configs
 from fastkv.config import Config
-from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind
-from fastkv.core.plan import CapacityPlan
+from fastkv.core.plan import CapacityPlan, MemoryBudget
+from fastkv.core.spec import CacheSpec
 from fastkv.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     console = Console(highlight=False)
     if args.compare:
-        rows = compare(args)
+        rows = compare(config)
         print(json.dumps(rows, indent=2)) if args.json else console.print(_comparison_table(config, rows))
         return 0
     plan = config.capacity_plan()
@@ -58,7 +58,7 @@ def describe(config: Config, plan: CapacityPlan) -> dict[str, Any]:
         "attention": config.model.attention,
         "model_dtype": spec.model_dtype,
         "kv_cache_quant_type": spec.storage.name,
-        "storage_dtype": spec.cache_dtype,
+        "storage_dtype": _storage_dtype(spec),
         "tensor_parallel_size": spec.tp_size,
         "block_size": spec.block_size,
         "groups": [
@@ -96,24 +96,16 @@ def describe(config: Config, plan: CapacityPlan) -> dict[str, Any]:
     }
 
 
-def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each quantisation type that is legal with the config's attention."""
-    attention = AttentionKind(config_from(args).model.attention)
+def compare(config: Config) -> list[dict[str, Any]]:
+    """One row for each quantisation type that the config's model can be stored with; 0 blocks where none fits."""
     rows = []
-    for storage in STORAGE_DTYPES.values():
-        if not storage.is_legal_with(attention):
-            continue
-        typed = argparse.Namespace(**{**vars(args), "kv_cache_quant_type": storage.name})
-        config = config_from(typed)
-        try:
-            plan = config.capacity_plan()
-        except ConfigError:
-            plan = None  # one block of this type is over the budget: the row says 0
-        spec = config.cache_spec()
+    for storage, typed in legal_configs(config):
+        spec = typed.cache_spec()
+        plan = typed.capacity_plan() if _has_room(typed, spec) else None
         rows.append(
             {
                 "kv_cache_quant_type": storage.name,
-                "storage_dtype": spec.cache_dtype,
+                "storage_dtype": _storage_dtype(spec),
                 "bytes_per_token": spec.block_bytes / spec.block_size,
                 "block_bytes": spec.block_bytes,
                 "num_device_blocks": plan.num_device_blocks if plan else 0,
@@ -122,6 +114,23 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _storage_dtype(spec: CacheSpec) -> str:
+    """dtype of the first role; DSA keeps uint8 even when nothing is quantised."""
+    return spec.group("main").roles[0].dtype
+
+
+def _has_room(config: Config, spec: CacheSpec) -> bool:
+    """Whether a block of this type fits the budgets. Raises ConfigError for a budget that says nothing."""
+    cache, memory = config.cache, config.device.memory
+    capacity = None if memory is None else MemoryBudget.parse(memory).resolve(None)
+    if cache.device_memory is not None:
+        budget = MemoryBudget.parse(cache.device_memory).resolve(capacity)
+        if budget < spec.pool_block_bytes:
+            return False
+    host = 0 if cache.host_memory is None else MemoryBudget.parse(cache.host_memory).resolve(None)
+    return not 0 < host < spec.record_stride_bytes
 
 
 def _roles_table(config: Config, plan: CapacityPlan) -> Table:
@@ -165,7 +174,8 @@ def _capacity_table(config: Config, plan: CapacityPlan) -> Table:
 
 def _comparison_table(config: Config, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{config.model.name}: every legal quantisation type", title_justify="left")
-    table.add_column("type")
+    # Types keep their width: a terminal of 80 columns would cut float8_e4m3fn and float8_e4m3fn_zp to one word.
+    table.add_column("type", no_wrap=True, min_width=max(len(row["kv_cache_quant_type"]) for row in rows))
     table.add_column("stored as")
     for heading in ("bytes a token", "blocks", "tokens", f"requests of {config.model.max_context:,}"):
         table.add_column(heading, justify="right")

@@ -24,6 +24,8 @@ from time import perf_counter
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "benchmarks"
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # the checkout's fastkv, installed or not
 COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-g0")
 
 
@@ -100,7 +102,8 @@ def print_rows(rows: Sequence[Row], as_json: bool, notes: Sequence[str] = ()) ->
         width = max((len(row.name) for row in rows), default=4)
         print(f"{'name':<{width}}  {'value':>11}  {'bound':>11}  {'unit':<8}  ratio")
         for row in rows:
-            print(f"{row.name:<{width}}  {_figure(row.value):>11}  {_figure(row.bound):>11}  {row.unit:<8}  {row.ratio:5.2f}")
+            figures = f"{_figure(row.value):>11}  {_figure(row.bound):>11}"
+            print(f"{row.name:<{width}}  {figures}  {row.unit:<8}  {row.ratio:5.2f}")
     for note in notes:
         print(note, file=sys.stderr if as_json else sys.stdout)
 
@@ -142,7 +145,9 @@ def _compile(source: Path, flags: Sequence[str], library: Path) -> None:
     if compiler is None:
         raise RuntimeError(f"the floor {source.name} needs a C++ compiler and none was found: install g++ or set CXX")
     fresh = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([compiler, *flags, str(source), "-o", str(fresh)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [compiler, *flags, str(source), "-o", str(fresh)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{compiler} cannot compile {source}:\n{done.stderr}")
     fresh.replace(library)

@@ -2,8 +2,8 @@
 
     python benchmarks/scheduler.py [--quick] [--json] [--only TEXT]
 
-Rows are named `{what}_{prompt}_{block}_{pool}`: tokens of the prompt, tokens of a block, blocks of the pool. Prompts of a
-row are spread over the whole pool and visited in turn, so a large pool is as cold as it is in service.
+Rows are named `{what}_{prompt}_{block}_{pool}`: tokens of the prompt, tokens of a block, blocks of the pool. Prompts of
+a row are spread over the whole pool and visited in turn, so a large pool is as cold as it is in service.
 
     match     look up a full hit that somebody else holds          floor: hash, table, compare
     acquire   look up a full hit that nobody holds                 floor: as match, and leave the LRU list
@@ -30,10 +30,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from itertools import pairwise
 from time import perf_counter_ns
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 import scheduler_peers
 from common import Row, add_arguments, interleave, print_rows, progress
 from scheduler_cases import Bench, Sizes
@@ -82,9 +81,9 @@ def measure_single_evictions(pools: Sequence[str], budget_s: float) -> list[Row]
     """One block at a time out of full pools, and how that grows from the smallest pool to the largest."""
     rows = []
     for pool in pools:
-        bench = Bench(Sizes("", 16, 16, POOLS[pool]))
+        bench = Bench(Sizes("", PROMPTS["8k"], 16, POOLS[pool]))
         bench.fill(range(bench.sizes.num_prompts))
-        ours, floor = interleave([bench.admit, bench.floor_admit], budget_s, min_samples=20, warmup_rounds=3)
+        ours, floor = interleave([bench.evict_one, bench.floor_evict_one], budget_s, min_samples=20, warmup_rounds=5)
         rows.append(Row.cost(f"evict_one_16_{pool}", ours[0], "ns/block", floor[0]))
         bench.close()
     growth, floor_growth = (getattr(rows[-1], key) / getattr(rows[0], key) for key in ("value", "bound"))
@@ -97,11 +96,11 @@ class _Empty:
 
 
 def measure_calls(budget_s: float) -> list[Row]:
-    """Fixed cost of a call: prompts of one block that are found."""
-    bench = Bench(Sizes("", 16, 16, POOLS["1e4"]))
-    bench.fill(range(bench.sizes.num_prompts))
-    manager, names = bench.manager, bench.first[:256]
-    prompts, empty = list(bench.prompts[:256]), _Empty()
+    """Fixed cost of a call: prompts of one block that are found, one more block from the free list."""
+    bench = Bench(Sizes("", 16, 16, 2048))
+    bench.fill(range(bench.sizes.num_prompts // 2))
+    manager, names = bench.manager, bench.single
+    prompts, empty = list(bench.prompts[: len(names)]), _Empty()
 
     def ours() -> list[float]:
         marks = [perf_counter_ns()]
@@ -120,7 +119,7 @@ def measure_calls(budget_s: float) -> list[Row]:
         for name in names:
             manager.release(name)
         marks.append(perf_counter_ns())
-        return [(after - before) / len(names) for before, after in zip(marks, marks[1:], strict=False)]
+        return [(after - before) / len(names) for before, after in pairwise(marks)]
 
     def bound() -> list[float]:
         began = perf_counter_ns()

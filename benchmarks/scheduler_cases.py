@@ -18,6 +18,7 @@ from fastkv.core.digest import ROOT_DIGEST
 from fastkv.scheduler import CacheManager
 
 BLOCKS_A_SAMPLE = 1024  # short prompts are timed several at once, so that the clock's own cost vanishes
+SINGLES = 256  # requests of one block that are timed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class Bench:
         self.fresh: Prompts = rng.integers(0, 2**17, (sizes.group, sizes.prompt + 1), dtype=np.int32)
         self.first = [f"first-{i}" for i in range(sizes.num_prompts)]
         self.second = [f"second-{i}" for i in range(sizes.group)]
+        self.singles: Prompts = rng.integers(0, 2**17, (SINGLES, sizes.block + 1), dtype=np.int32)
+        self.single = [f"single-{i}" for i in range(SINGLES)]
         self.serial = 0
 
     def close(self) -> None:
@@ -101,9 +104,9 @@ class Bench:
             self.floor.publish(self.prompts[place : place + 1], ids)
             self.floor.release(ids)
 
-    def renew(self, start: int) -> None:
-        """Make the fresh prompts differ from everything seen so far, from this token on."""
-        for row in self.fresh:
+    def renew(self, rows: Prompts, start: int) -> None:
+        """Make these prompts differ from everything seen so far, from this token on."""
+        for row in rows:
             self.serial += 1
             row[start] = 2**17 + self.serial
 
@@ -237,14 +240,14 @@ class Bench:
     def _half_fresh(self, window: range) -> None:
         half_tokens = self.sizes.blocks // 2 * self.sizes.block
         self.fresh[:, :half_tokens] = self.prompts[window.start : window.stop, :half_tokens]
-        self.renew(half_tokens)
+        self.renew(self.fresh, half_tokens)
 
     # publish, admit ---------------------------------------------------------------------------------------------
 
     def admit(self) -> list[float]:
         """[allocate with eviction, publish, both] of prompts never seen; the pool stays full."""
         manager, blocks, prompt, names = self.manager, self.sizes.blocks, self.sizes.prompt, self.second
-        self.renew(0)
+        self.renew(self.fresh, 0)
         for name, tokens in zip(names, self.fresh, strict=True):
             manager.open(name, tokens)
         began = perf_counter_ns()
@@ -260,12 +263,36 @@ class Bench:
 
     def floor_admit(self) -> list[float]:
         """The same of the floor."""
-        self.renew(0)
+        self.renew(self.fresh, 0)
         ids = self.ids()
         allocate = self.floor.take(ids)
         publish = self.floor.publish(self.fresh, ids)
         self.floor.release(ids)
         return [self.sizes.scale(ns) for ns in (allocate, publish, allocate + publish)]
+
+    def evict_one(self) -> list[float]:
+        """A full pool hands out one block to each of many requests."""
+        manager, names = self.manager, self.single
+        self.renew(self.singles, 0)
+        for name, tokens in zip(names, self.singles, strict=True):
+            manager.open(name, tokens)
+        began = perf_counter_ns()
+        for name in names:
+            manager.allocate(name, 1)
+        ns = perf_counter_ns() - began
+        for name in names:
+            manager.publish(name, self.sizes.block)
+            manager.release(name)
+        return [ns / SINGLES]
+
+    def floor_evict_one(self) -> list[float]:
+        """The same of the floor."""
+        self.renew(self.singles, 0)
+        ids = np.empty((SINGLES, 1), dtype=np.int32)
+        ns = self.floor.take(ids)
+        self.floor.publish(self.singles, ids)
+        self.floor.release(ids)
+        return [ns / SINGLES]
 
     # digest -----------------------------------------------------------------------------------------------------
 

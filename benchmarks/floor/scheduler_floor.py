@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import load_floor
 
 Prompts = npt.NDArray[np.int32]  # [count, at least blocks * block_size], each row contiguous
@@ -94,13 +91,9 @@ class SchedulerFloor:
 
     def digest(self, prompts: Prompts, blocks: int, root: bytes, out: npt.NDArray[np.uint8]) -> float:
         """Chained SHA-256 digests of all blocks into out uint8 [count, blocks, 32]."""
-        return float(
-            self._lib.floor_digest(self._floor, _rows(prompts), len(prompts), blocks, root, out.ctypes.data)
-        )
+        return float(self._lib.floor_digest(self._floor, _rows(prompts), len(prompts), blocks, root, out.ctypes.data))
 
-    def _look_up(
-        self, function: object, prompts: Prompts, blocks: int, ids: Ids
-    ) -> tuple[float, int]:
+    def _look_up(self, function: object, prompts: Prompts, blocks: int, ids: Ids) -> tuple[float, int]:
         assert callable(function)
         found = _INT()
         ns = float(function(self._floor, _rows(prompts), len(prompts), blocks, ids.ctypes.data, ctypes.byref(found)))

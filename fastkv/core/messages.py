@@ -1,8 +1,9 @@
 """What crosses between the scheduler side and the worker side: plain values, MessagePack, never pickle.
 
 The engine's loop sends a StepPlan with a plan_id; the worker answers with a StepResult that carries the same id, or
-with a Failure. Array fields are little-endian bytes of a fixed integer type, so both sides read them without a loop:
-`pack(array)` and `unpack(data, dtype)`.
+with a Failure. Copies between levels (core/transfers.py) start with a step, or with a Poll when no step runs; what
+became of them comes back with whatever is answered next. Array fields are little-endian bytes of a fixed integer type,
+so both sides read them without a loop: `pack(array)` and `unpack(data, dtype)`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fastkv.core.transfers import TransferAck, TransferPlan
 from fastkv.errors import InvariantError
 
 INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
@@ -40,6 +42,8 @@ class StepPlan(Message, frozen=True):
         max_blocks: columns of block_tables.
         sampling: for each request, how to sample after its last token; None when its prompt is not complete yet.
         sampled_positions: int32 [batch], index of the token that would be sampled (keys the random stream).
+        transfers: copies that start with the step.
+        loads: ids of plans that the step reads: a layer's attention waits until they landed in that layer.
     """
 
     plan_id: int
@@ -51,18 +55,71 @@ class StepPlan(Message, frozen=True):
     max_blocks: int
     sampling: tuple[SamplingParams | None, ...]
     sampled_positions: bytes
+    transfers: tuple[TransferPlan, ...] = ()
+    loads: tuple[int, ...] = ()
 
 
 class StepResult(Message, frozen=True):
-    """Tokens of one step: int32 [batch] as bytes, -1 where the plan asked for none."""
+    """What a step gave.
+
+    Attributes:
+        plan_id: the step's.
+        tokens: int32 [batch] as bytes, -1 where the plan asked for none; empty when the step is to be discarded.
+        seconds: time that the worker took.
+        acks: transfers that ended, of this step or an earlier one.
+        is_discarded: a load failed, so nothing of the step may be used; plan it again.
+    """
 
     plan_id: int
     tokens: bytes
     seconds: float
+    acks: tuple[TransferAck, ...] = ()
+    is_discarded: bool = False
+
+
+class Poll(Message, frozen=True):
+    """Start copies and ask what became of earlier ones, when there is no step to run.
+
+    Attributes:
+        plan_id: repeated in the answer.
+        transfers: copies to start.
+        wait_s: how long the worker may wait until something ended.
+    """
+
+    plan_id: int
+    transfers: tuple[TransferPlan, ...] = ()
+    wait_s: float = 0.0
+
+
+class PollResult(Message, frozen=True):
+    """Answer to a Poll: transfers that ended."""
+
+    plan_id: int
+    acks: tuple[TransferAck, ...] = ()
 
 
 class ResetCache(Message, frozen=True):
     """Ask the worker to zero its caches (a benchmark, or weights that changed)."""
+
+    plan_id: int
+
+
+class SetWeightsVersion(Message, frozen=True):
+    """The weights changed: storage is read and written under the new version from now on."""
+
+    plan_id: int
+    version: str
+
+
+class Sleep(Message, frozen=True):
+    """Give the device cache's memory back to the system, and with release_host the host cache's too."""
+
+    plan_id: int
+    release_host: bool = False
+
+
+class Wake(Message, frozen=True):
+    """Take the memory again; the caches are empty, static scales are as before."""
 
     plan_id: int
 
@@ -107,7 +164,20 @@ class Failure(Message, frozen=True):
     message: str
 
 
-AnyMessage = StepPlan | StepResult | ResetCache | Shutdown | WorkerReady | Done | Failure
+AnyMessage = (
+    StepPlan
+    | StepResult
+    | Poll
+    | PollResult
+    | ResetCache
+    | SetWeightsVersion
+    | Sleep
+    | Wake
+    | Shutdown
+    | WorkerReady
+    | Done
+    | Failure
+)
 
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Builds the native code: `fastkv._paddle_ops`, the custom ops, against the Paddle that is installed.
+"""Builds the native code: `fastkv._paddle_ops`, the custom ops, against the installed Paddle, and `fastkv._core`.
 
 Metadata lives in pyproject.toml; this file only says how C++ becomes libraries. Paddle is found, never imported. Run
 by pip (`pip install .`, `pip install --no-build-isolation -e .`) or by hand: `python setup.py build_ext --inplace`.
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class PaddleOps(Extension):
         bindings = sorted((ROOT / OPS / "paddle").glob("*.cc"))
         chosen = [path for path in kernels if IS_X86 or not path.stem.endswith("_avx2")] + bindings
         super().__init__("fastkv._paddle_ops", [str(path.relative_to(ROOT)) for path in chosen])
-        self.dependencies = sorted((ROOT / OPS).rglob("*.h"))
+        self.dependencies = sorted(p for part in ("include", "cpu", "paddle") for p in (ROOT / OPS / part).rglob("*.h"))
 
     def compile_flags(self, source: Path) -> list[str]:
         """Flags of one source: bindings see Paddle, kernels see only custom_ops/include."""
@@ -113,12 +114,35 @@ class PaddleOps(Extension):
         return [*folders, "-l:libpaddle.so", "-l:libiomp5.so", *(f"-Wl,-rpath,{path}" for path in rpaths)]
 
 
+class SchedulerCore(Extension):
+    """The scheduler's core: pybind11, no Paddle."""
+
+    def __init__(self) -> None:
+        folder = ROOT / OPS / "core"
+        super().__init__("fastkv._core", [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.cc"))])
+        self.dependencies = sorted(folder.glob("*.h"))
+
+    def compile_flags(self, source: Path) -> list[str]:
+        """Only bindings see Python."""
+        if not source.stem.startswith("bindings"):
+            return COMMON_FLAGS
+        if importlib.util.find_spec("pybind11") is None:
+            raise BuildError("error: the scheduler core needs pybind11: run `pip install pybind11`, then try again")
+        import pybind11
+
+        return [*COMMON_FLAGS, f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
+
+    def link_flags(self) -> list[str]:
+        """Nothing but the C++ runtime."""
+        return []
+
+
 class BuildNative(build_ext):
     """Compiles sources in parallel with flags of their own; other Extensions go the usual way."""
 
     def build_extension(self, ext: Extension) -> None:
         """Build one extension, if anything it depends on changed."""
-        if not isinstance(ext, PaddleOps):
+        if not isinstance(ext, (PaddleOps, SchedulerCore)):
             super().build_extension(ext)
             return
         compiler = find_compiler()
@@ -145,7 +169,7 @@ def is_fresh(stamp: Path, product: Path, signature: str) -> bool:
     return product.is_file() and stamp.is_file() and stamp.read_text() == signature
 
 
-def compile_one(compiler: str, ext: PaddleOps, source: Path, folder: Path, headers: str) -> Path:
+def compile_one(compiler: str, ext: PaddleOps | SchedulerCore, source: Path, folder: Path, headers: str) -> Path:
     """Compile one source unless its object is up to date."""
     product = folder / f"{source.parent.name}_{source.stem}.o"
     stamp = product.with_suffix(".stamp")
@@ -159,7 +183,7 @@ def compile_one(compiler: str, ext: PaddleOps, source: Path, folder: Path, heade
     return product
 
 
-def link(compiler: str, ext: PaddleOps, objects: list[Path], target: Path, folder: Path) -> None:
+def link(compiler: str, ext: PaddleOps | SchedulerCore, objects: list[Path], target: Path, folder: Path) -> None:
     """Link the objects into target, replacing it in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(target.name + ".new")
@@ -174,8 +198,8 @@ def link(compiler: str, ext: PaddleOps, objects: list[Path], target: Path, folde
 
 
 def extensions() -> list[Extension]:
-    """Every native part. The scheduler's core (custom_ops/core/*.cc, pybind11, no Paddle) joins here."""
-    return [PaddleOps()]
+    """Every native part."""
+    return [PaddleOps(), SchedulerCore()]
 
 
 if sys.platform != "linux":

@@ -1,61 +1,62 @@
 """Block ids of one level: which are handed out, which are free.
 
-Owns ids, never memory. Called by the CacheManager only. A block is FREE or handed out:
+Owns ids, never memory. The CacheManager keeps such pools natively (custom_ops/core/block_pool.h explains the layout);
+these classes are the same code by itself, for other users of paged memory and for tests. A block is
 
-    FREE --allocate--> handed out --free--> FREE
+    FREE --allocate--> handed out --free--> FREE            after a shrink, a block past the end vanishes when freed
 
-Whether a handed-out block is held or evictable is the prefix index's business. Always holds: ids are 0..num_blocks-1,
-each is free exactly once or handed out exactly once; a call that raises has changed nothing.
+Always holds: num_free + handed out = num_blocks + num_draining; a call that raises has changed nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastkv.errors import InvariantError, OutOfBlocksError, RequestError
+import numpy as np
+import numpy.typing as npt
+
+from fastkv.errors import RequestError
+from fastkv.scheduler._native import core
 
 
 class BlockPool:
     """Free ids of one level; allocate and free are O(1) a block."""
 
-    level = "any"
+    level = "device"
+    _native_level = 0
 
     def __init__(self, num_blocks: int) -> None:
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
-            raise RequestError(f"{self.level} num_blocks {num_blocks!r} must be an integer >= 0")
-        self._num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = [True] * num_blocks
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 0 <= num_blocks < 2**31:
+            raise RequestError(f"{self.level} num_blocks {num_blocks!r} must be an integer in [0, 2**31)")
+        self.native = core.BlockPool(num_blocks, self._native_level)
 
     @property
     def num_blocks(self) -> int:
         """How many ids there are."""
-        return self._num_blocks
+        return self.native.num_blocks
 
     @property
     def num_free(self) -> int:
         """How many of them nobody has."""
-        return len(self._free)
+        return self.native.num_free
+
+    @property
+    def num_draining(self) -> int:
+        """Blocks past the end of a shrunk pool that are still handed out."""
+        return self.native.num_draining
 
     def is_free(self, block_id: int) -> bool:
-        """Whether nobody has this id."""
-        return 0 <= block_id < self._num_blocks and self._is_free[block_id]
+        """Whether the id exists and nobody has it."""
+        return 0 <= block_id < self.num_blocks and not self.native.is_used(block_id)
 
-    def allocate(self, count: int) -> list[int]:
-        """Hand out count ids, all or nothing; 0 is legal and gives none.
+    def allocate(self, count: int) -> npt.NDArray[np.int32]:
+        """Hand out count ids, int32, all or nothing; 0 is legal and gives none.
 
         Raises:
             RequestError: count is negative.
             OutOfBlocksError: fewer are free.
         """
-        if count < 0:
-            raise RequestError(f"cannot allocate {count} {self.level} blocks; ask for 0 or more")
-        if count > len(self._free):
-            raise OutOfBlocksError(count, len(self._free), self._num_blocks, self.level)
-        ids = [self._free.pop() for _ in range(count)]
-        for block_id in ids:
-            self._is_free[block_id] = False
-        return ids
+        return self.native.allocate(count)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Take ids back, all or nothing.
@@ -63,30 +64,26 @@ class BlockPool:
         Raises:
             RequestError: an id out of range, free already, or twice in this call.
         """
-        ids = list(block_ids)
-        bad = [b for b in ids if not 0 <= b < self._num_blocks or self._is_free[b]]
-        if bad or len(set(ids)) != len(ids):
-            raise RequestError(
-                f"cannot free {self.level} blocks {ids}: {bad or 'an id'} is out of range, free already or given "
-                f"twice; free each allocated id of 0..{self._num_blocks - 1} once"
-            )
-        for block_id in ids:
-            self._is_free[block_id] = True
-            self._free.append(block_id)
+        self.native.free([int(block_id) for block_id in block_ids])
+
+    def resize(self, num_blocks: int) -> int:
+        """Change the number of ids; ids past the end that are handed out drain. Returns how many those are."""
+        if not 0 <= num_blocks < 2**31:
+            raise RequestError(f"{self.level} num_blocks {num_blocks} must be in [0, 2**31)")
+        self.native.resize(num_blocks)
+        return self.native.num_draining
 
     def check_integrity(self) -> None:
         """Recompute the free set. Raises InvariantError when it does not fit."""
-        if sorted(self._free) != [b for b in range(self._num_blocks) if self._is_free[b]]:
-            raise InvariantError(f"{self.level} free list and free flags differ")
+        self.native.check()
 
 
 class DeviceBlockPool(BlockPool):
     """Blocks that attention reads."""
-
-    level = "device"
 
 
 class HostBlockPool(BlockPool):
     """Block records in host memory."""
 
     level = "host"
+    _native_level = 1

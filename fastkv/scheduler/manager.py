@@ -1,48 +1,39 @@
 """CacheManager: a request's whole life in the cache, as bookkeeping only. It never touches memory.
 
-Owns every request's tokens, block table and holds. Called by the engine's scheduler:
+The readable face of the native core (custom_ops/core/manager.h): every method is one native call over the whole
+request, about a microsecond plus some nanoseconds a block. Called by the engine's scheduler:
 
-    open -> match -> allocate -> (append | publish | allocate)* -> release
-              ^----------------- preempt <---------'
+    open -> match -> allocate -> (append | reserve_drafts | confirm | publish | allocate)* -> release
+              ^------------------------- preempt <-----------------'       fork: a second request with the same past
 
 A request's block table is, in token order, [published blocks it holds | blocks of its own]. Always holds, and
 check_integrity() recomputes it: free + evictable + held = num_blocks with no id in two sets; every call that raises
-has changed nothing.
+has changed nothing. Calls may come from several threads; each is atomic.
+
+Give tokens as contiguous int32 NumPy arrays (read in place, copied once) or lists of int; anything else that
+core.digest.as_token_array takes is converted first.
 """
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from fastkv.core.digest import NO_IDENTITY, Identity, as_token_array, whole_image_boundary
-from fastkv.errors import ConfigError, InvariantError, OutOfBlocksError, RequestError
-from fastkv.scheduler.block_pool import DeviceBlockPool, HostBlockPool
-from fastkv.scheduler.prefix_index import Node, PrefixIndex
+from fastkv.core.digest import NO_IDENTITY, Identity
+from fastkv.errors import ConfigError, RequestError
+from fastkv.scheduler._native import core
+from fastkv.scheduler.policy import EvictionPolicy, parse_policy
 
 BlockIds = npt.NDArray[np.int32]
 
-
-@dataclass(frozen=True, slots=True)
-class MatchResult:
-    """What the cache already holds of a request: three runs of whole blocks, consecutive in token order.
-
-    Attributes:
-        device_blocks: int32 ids, usable at once; they head the request's block table.
-        host_blocks: int32 host ids of the blocks after those; to be loaded into allocated device blocks.
-        num_storage_blocks: blocks after those that storage is known to hold.
-        num_tokens: tokens of all three runs; at least one token of the request is not among them.
-        num_device_tokens: tokens of the device run.
-    """
-
-    device_blocks: BlockIds
-    host_blocks: BlockIds
-    num_storage_blocks: int
-    num_tokens: int
-    num_device_tokens: int
+MatchResult = core.MatchResult
+"""What match found: device_blocks (int32 ids, they head the block table), host_blocks (int32 host ids of the blocks
+after those, to be loaded into allocated device blocks), num_tokens (of both), num_device_tokens (usable at once)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +41,13 @@ class CacheStats:
     """A snapshot of the device level (blocks) and of counters since the manager was made.
 
     Attributes:
-        num_blocks: free + evictable + held.
+        num_blocks: free + evictable + held; after a shrink, blocks that drain are among them.
         free: nobody has them.
         evictable: published, not held.
-        held: in a request's block table, or in a copy.
+        held: in a request's block table, pinned, or in a copy.
         open_requests: opened, not released.
-        matches: calls of match.
-        queried_tokens: tokens of the requests of those calls.
+        matches: requests that match was called for (again after a preemption, not while a request waits).
+        queried_tokens: tokens of those requests.
         hit_blocks: blocks that match found.
         hit_tokens: their tokens.
         published_blocks: blocks that became findable.
@@ -83,82 +74,100 @@ class CacheStats:
         return self.free + self.evictable
 
 
-class _Request:
-    """One open request. path[i] is the published node of table[i]; table is longer by the blocks of its own."""
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy on the device that must happen before the step that writes to target."""
 
-    __slots__ = ("computed", "extras", "identity", "path", "table", "tokens")
-
-    def __init__(self, tokens: array[int], identity: Identity, extras: dict[int, bytes]) -> None:
-        self.tokens, self.identity, self.extras = tokens, identity, extras
-        self.path: list[Node] = []
-        self.table: list[int] = []
-        self.computed = 0
-
-    def block_tokens(self, block: int, block_size: int) -> bytes:
-        return self.tokens[block * block_size : (block + 1) * block_size].tobytes()
+    source: int
+    target: int
 
 
 class CacheManager:
     """Prefix caching and paged allocation for many requests.
 
     Args:
-        num_device_blocks: blocks of the device pool.
+        num_device_blocks: blocks of the device pool; None while the worker has not profiled: requests can be opened,
+            and resize() says how many there are.
         block_size: tokens of a block.
         enable_prefix_caching: off: match finds nothing and publish publishes nothing.
         num_host_blocks: blocks of the host pool.
+        policy: which evictable block goes first.
+        max_pinned_blocks: how many blocks pin() may keep; None: half of num_device_blocks, of none while unknown.
+        clock: seconds; what priorities expire by.
+        hash_mask: thins out the fast hash, for tests: 0 makes every block collide, and nothing else changes.
 
     Raises:
-        ConfigError: a count that is no pool.
+        ConfigError: a count that is no pool, an unknown policy.
     """
 
     def __init__(
         self,
-        num_device_blocks: int,
+        num_device_blocks: int | None,
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        policy: str | EvictionPolicy = EvictionPolicy.LRU,
+        max_pinned_blocks: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        hash_mask: int = 2**64 - 1,
     ) -> None:
-        if block_size < 1:
-            raise ConfigError(f"block_size {block_size} must be at least 1 token")
-        if num_device_blocks < 1 or num_host_blocks < 0:
+        if not 1 <= block_size <= 2**20:
+            raise ConfigError(f"block_size {block_size} must be at least 1 token and at most {2**20}")
+        most = 2**31 - 1
+        if (num_device_blocks is not None and not 1 <= num_device_blocks <= most) or not 0 <= num_host_blocks <= most:
             raise ConfigError(
                 f"num_device_blocks {num_device_blocks} must be at least 1 and num_host_blocks {num_host_blocks} "
-                "at least 0; raise the memory budget"
+                f"at least 0, both at most {most}; change the memory budget"
             )
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._device = DeviceBlockPool(num_device_blocks)
-        self._host = HostBlockPool(num_host_blocks)
-        self._index = PrefixIndex()
-        self._requests: dict[str, _Request] = {}
-        self._matches = self._queried = self._hits = self._published = self._duplicates = self._evicted = 0
+        self.policy = parse_policy(policy)
+        self.weights_version = ""
+        self._clock = clock
+        self._core = core.Manager(
+            -1 if num_device_blocks is None else num_device_blocks,
+            num_host_blocks,
+            block_size,
+            enable_prefix_caching,
+            self.policy.value,
+            (num_device_blocks or 0) // 2 if max_pinned_blocks is None else max_pinned_blocks,
+            secrets.randbits(64),
+            hash_mask,
+        )
 
-    def open(self, request_id: str, tokens: object, identity: Identity = NO_IDENTITY) -> None:
+    # -- a request's life ---------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        request_id: str,
+        tokens: object,
+        identity: Identity = NO_IDENTITY,
+        *,
+        priority: int = 0,
+        priority_ttl_s: float = float("inf"),
+    ) -> None:
         """Make a request known; it has no blocks yet.
 
         Args:
             request_id: non-empty, not open already.
-            tokens: prompt token ids, at least one; copied (see core.digest.as_token_array for what is accepted).
+            tokens: prompt token ids, at least one; copied.
             identity: what besides the tokens makes its KV what it is.
+            priority: 0 to 7; blocks of a higher priority are evicted after all of a lower one.
+            priority_ttl_s: how long after the request let go of its blocks the priority lasts; then they are evicted as
+                if they had been used at that moment.
 
         Raises:
-            RequestError: a bad or known id, no tokens, bad tokens, an image past the tokens.
+            RequestError: a bad or known id, no tokens, bad tokens, an image past the tokens, a bad priority.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request id {request_id!r} must be a non-empty str")
-        if request_id in self._requests:
-            raise RequestError(f"request {request_id!r} is open already; release it first or use another id")
-        row = as_token_array(tokens)
-        if not len(row):
-            raise RequestError(f"request {request_id!r} has no tokens; give at least one")
-        if identity.images and identity.images[-1].end > len(row):
-            raise RequestError(
-                f"request {request_id!r} has {len(row)} tokens and an image that ends at {identity.images[-1].end}"
-            )
-        self._requests[request_id] = _Request(
-            array("i", row.tobytes()), identity, identity.block_extras(self.block_size)
-        )
+        if identity is NO_IDENTITY and not priority and not self.weights_version:
+            self._core.open_plain(request_id, tokens)
+            return
+        if self.weights_version and not identity.weights_version:
+            identity = replace(identity, weights_version=self.weights_version)
+        images = [(image.start, image.end) for image in identity.images]
+        extras = identity.block_extras(self.block_size)
+        self._core.open(request_id, tokens, extras, images, priority, priority_ttl_s)
 
     def match(self, request_id: str) -> MatchResult:
         """Find the longest cached prefix, whole blocks, and hold it until release or preempt.
@@ -169,27 +178,7 @@ class CacheManager:
         Raises:
             RequestError: unknown id, or the request has blocks of its own.
         """
-        request = self._get(request_id)
-        if len(request.table) > len(request.path) or request.computed > len(request.path) * self.block_size:
-            raise RequestError(f"request {request_id!r} has blocks of its own; match before allocate, or preempt")
-        self._index.release(request.path)
-        request.path, request.table, request.computed = [], [], 0
-        if self.enable_prefix_caching:
-            path = self._find(request)
-            for node in path:
-                self._index.hold(node)
-            request.path, request.table = path, [node.device_block for node in path]
-            request.computed = len(path) * self.block_size
-        self._matches += 1
-        self._queried += len(request.tokens)
-        self._hits += len(request.path)
-        return MatchResult(
-            np.array(request.table, dtype=np.int32),
-            np.empty(0, dtype=np.int32),
-            0,
-            request.computed,
-            request.computed,
-        )
+        return self._core.match(request_id)
 
     def allocate(self, request_id: str, num_blocks: int) -> BlockIds:
         """Give the request num_blocks more blocks of its own, evicting as needed: all of them, or none.
@@ -198,44 +187,28 @@ class CacheManager:
             int32 ids, in block table order; they follow what the table holds already.
 
         Raises:
-            RequestError: unknown id, or num_blocks is negative.
+            RequestError: unknown id, num_blocks is negative, or the pool's size is not known yet.
             OutOfBlocksError: fewer are free or evictable; nothing was evicted.
         """
-        ids = self.try_allocate(request_id, num_blocks)
-        if ids is None:
-            available = self._device.num_free + self._index.num_evictable
-            raise OutOfBlocksError(num_blocks, available, self._device.num_blocks)
-        return ids
+        self._tick()
+        return self._core.allocate(request_id, num_blocks)
 
     def try_allocate(self, request_id: str, num_blocks: int) -> BlockIds | None:
         """allocate, with None instead of OutOfBlocksError."""
-        request = self._get(request_id)
-        if num_blocks < 0:
-            raise RequestError(f"cannot allocate {num_blocks} blocks for {request_id!r}; ask for 0 or more")
-        if num_blocks > self._device.num_free + self._index.num_evictable:
-            return None
-        while self._device.num_free < num_blocks:
-            self._device.free([self._index.evict()])
-            self._evicted += 1
-        ids = self._device.allocate(num_blocks)
-        request.table += ids
-        return np.array(ids, dtype=np.int32)
+        self._tick()
+        return self._core.try_allocate(request_id, num_blocks)
 
     def blocks_needed(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks the request needs so that its first num_tokens tokens have a place; never negative."""
-        request = self._get(request_id)
-        if num_tokens < 0:
-            raise RequestError(f"num_tokens {num_tokens} of {request_id!r} must be 0 or more")
-        return max(0, -(-num_tokens // self.block_size) - len(request.table))
+        return self._core.blocks_needed(request_id, num_tokens)
 
     def append(self, request_id: str, tokens: object) -> None:
-        """Add confirmed tokens to the end of the request (sampled, or accepted by speculation). It gets no blocks.
+        """Add confirmed tokens (or one, as an int) to the end of the request. It gets no blocks.
 
         Raises:
             RequestError: unknown id or bad tokens.
         """
-        request = self._get(request_id)
-        request.tokens.frombytes(as_token_array(tokens).tobytes())
+        self._core.append(request_id, tokens)
 
     def publish(self, request_id: str, num_computed_tokens: int) -> int:
         """Say that the KV of the first num_computed_tokens tokens is computed; full blocks of them become findable.
@@ -244,28 +217,17 @@ class CacheManager:
         own block is freed: write the block table again before the next step.
 
         Returns:
-            How many leading blocks of the request are published now.
+            How many leading blocks of the request are shared now.
 
         Raises:
             RequestError: unknown id; fewer tokens than before; more than the confirmed tokens or than its blocks hold.
         """
-        request = self._get(request_id)
-        limit = min(len(request.tokens), len(request.table) * self.block_size)
-        if not request.computed <= num_computed_tokens <= limit:
-            raise RequestError(
-                f"request {request_id!r} cannot have {num_computed_tokens} computed tokens: it had {request.computed}, "
-                f"{len(request.tokens)} tokens are confirmed and its {len(request.table)} blocks hold "
-                f"{len(request.table) * self.block_size}"
-            )
-        request.computed = num_computed_tokens
-        if self.enable_prefix_caching:
-            for block in range(len(request.path), num_computed_tokens // self.block_size):
-                self._publish_block(request, block)
-        return len(request.path)
+        return self._core.publish(request_id, num_computed_tokens)
 
     def preempt(self, request_id: str) -> None:
         """Take all blocks and holds from a request that stays open with all its tokens; match starts it again."""
-        self._drop_blocks(self._get(request_id))
+        self._tick()
+        self._core.preempt(request_id)
 
     def release(self, request_id: str) -> None:
         """The request is done or aborted, at any point: its published blocks become evictable, the others free.
@@ -273,25 +235,60 @@ class CacheManager:
         Raises:
             RequestError: unknown id (a double release).
         """
-        self._drop_blocks(self._get(request_id))
-        del self._requests[request_id]
+        self._tick()
+        self._core.release(request_id)
 
-    def reset(self) -> None:
-        """Forget every published block.
+    # -- speculation and forks ----------------------------------------------------------------------------------
+
+    def reserve_drafts(self, request_id: str, num_drafts: int) -> BlockIds | None:
+        """Make room for num_drafts tokens past the confirmed ones.
+
+        Returns:
+            int32 ids of the blocks that were added (often none); None when too few blocks are free or evictable, and
+            then nothing was added.
+        """
+        self._tick()
+        return self._core.try_reserve(request_id, num_drafts)
+
+    def confirm(self, request_id: str, tokens: object) -> int:
+        """Add the tokens that verification accepted, and give back the blocks past them.
+
+        Returns:
+            How many blocks were given back.
+        """
+        self._core.append(request_id, tokens)
+        return self._core.trim(request_id)
+
+    def fork(self, parent_id: str, child_id: str) -> list[BlockCopy]:
+        """Open child_id with the parent's tokens, identity and computed KV (n > 1, beams).
+
+        Full computed blocks are shared. The partial block, if there is one, is copied on write, and as both requests
+        will write to it next, the copy is due now.
+
+        Returns:
+            Copies to perform on the device before either request's next step: none, or one.
 
         Raises:
-            RequestError: requests are open.
+            RequestError: unknown parent, child open already.
+            OutOfBlocksError: no block for the partial one; nothing was changed.
         """
-        if self._requests:
-            raise RequestError(f"{len(self._requests)} requests are open; release them before reset")
-        self._device.free(self._index.clear())
+        if not isinstance(child_id, str) or not child_id:
+            raise RequestError(f"request id {child_id!r} must be a non-empty str")
+        self._tick()
+        return [BlockCopy(*copy) for copy in self._core.fork(parent_id, child_id)]
+
+    # -- block tables -------------------------------------------------------------------------------------------
 
     def block_table(self, request_id: str) -> BlockIds:
         """The request's block ids in token order, int32 [blocks], a copy."""
-        return np.array(self._get(request_id).table, dtype=np.int32)
+        return self._core.block_table(request_id)
 
-    def write_block_table(self, request_id: str, out_row: BlockIds) -> int:
+    def write_block_table(self, request_id: str, out_row: object) -> int:
         """Write the block table into a caller's int32 [max_blocks] row and -1 into the rest of it.
+
+        Args:
+            request_id: an open request.
+            out_row: contiguous int32 NumPy row, or a Paddle tensor in host memory.
 
         Returns:
             How many blocks were written.
@@ -299,106 +296,143 @@ class CacheManager:
         Raises:
             RequestError: unknown id, or a row that is no writable int32 row or too short.
         """
-        table = self._get(request_id).table
-        if not isinstance(out_row, np.ndarray) or out_row.dtype != np.int32 or out_row.ndim != 1:
-            raise RequestError("out_row must be a one-dimensional int32 array")
-        if not out_row.flags.writeable or len(out_row) < len(table):
-            raise RequestError(
-                f"out_row has {len(out_row)} places (writable: {out_row.flags.writeable}), {request_id!r} has "
-                f"{len(table)} blocks"
-            )
-        out_row[: len(table)] = table
-        out_row[len(table) :] = -1
-        return len(table)
+        if isinstance(out_row, np.ndarray):
+            return self._core.write_row(request_id, out_row)
+        address, shape = _tensor_memory(out_row)
+        if len(shape) != 1:
+            raise RequestError(f"out_row has shape {shape}; it must be one-dimensional")
+        return self._core.write_row_at(request_id, address, shape[0])
+
+    def write_block_tables(self, request_ids: Sequence[str], out: object) -> None:
+        """Write the block tables of a batch into an int32 [batch, max_blocks] array or Paddle tensor, padded with -1.
+
+        Rows past the batch are left alone.
+
+        Raises:
+            RequestError: an unknown id, or memory that does not fit; nothing was written.
+        """
+        if isinstance(out, np.ndarray):
+            if out.dtype != np.int32 or not out.flags.c_contiguous or not out.flags.writeable:
+                raise RequestError("out must be a writable, contiguous int32 array")
+            address, shape = int(out.__array_interface__["data"][0]), tuple(out.shape)
+        else:
+            address, shape = _tensor_memory(out)
+        if len(shape) != 2 or shape[0] < len(request_ids):
+            raise RequestError(f"out has shape {shape}; {len(request_ids)} requests need [batch, max_blocks]")
+        self._core.write_rows_at(list(request_ids), address, shape[1])
 
     def num_tokens(self, request_id: str) -> int:
         """Confirmed tokens of the request: the prompt and what was appended."""
-        return len(self._get(request_id).tokens)
+        return self._core.num_tokens(request_id)
 
     def num_computed_tokens(self, request_id: str) -> int:
         """Tokens whose KV is in the request's blocks: what match found or publish was told."""
-        return self._get(request_id).computed
+        return self._core.num_computed_tokens(request_id)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request is open."""
+        return self._core.is_open(request_id)
+
+    def prefix_digests(self, request_id: str, num_blocks: int | None = None) -> list[bytes]:
+        """SHA-256 prefix digests of the request's leading full blocks, as core.digest defines them.
+
+        Cost: one SHA-256 over each block that was not asked for before; the GIL is released meanwhile.
+        """
+        return self._core.digests(request_id, -1 if num_blocks is None else num_blocks)
+
+    # -- the cache as a whole -----------------------------------------------------------------------------------
+
+    def pin(self, request_id: str, num_blocks: int | None = None) -> int:
+        """Keep the request's leading published blocks (all by default), whatever happens to the request.
+
+        Returns:
+            A pin to give to unpin.
+
+        Raises:
+            RequestError: fewer blocks are published, or max_pinned_blocks would be passed.
+        """
+        return self._core.pin(request_id, -1 if num_blocks is None else num_blocks)
+
+    def unpin(self, pin: int) -> None:
+        """Give back a pin, once. reset and set_weights_version give back all pins."""
+        self._core.unpin(pin)
+
+    def resize(self, num_device_blocks: int, *, drain: bool = False) -> int:
+        """Change the number of device blocks while in use, or set it when it was unknown.
+
+        Growing adds the ids after the last. Shrinking evicts unheld blocks past the end, with what depends on them;
+        held ones make it refuse, or with drain vanish when they are let go.
+
+        Returns:
+            How many blocks past the end are still in use; they are never handed out again.
+
+        Raises:
+            RequestError: not a size, or held blocks are in the way and drain is off.
+        """
+        return self._core.resize(num_device_blocks, drain)
+
+    def reset(self) -> None:
+        """Forget every published block and pin.
+
+        Raises:
+            RequestError: requests are open.
+        """
+        self._core.reset()
+
+    def set_weights_version(self, version: str) -> None:
+        """The weights changed: nothing that was computed before is ever found again, at any level.
+
+        Open requests keep their blocks and may go on, but what they compute is not published until they were
+        preempted and recomputed. The version goes into the digests of requests opened from now on.
+        """
+        if not isinstance(version, str) or not version:
+            raise RequestError(f"weights version {version!r} must be a non-empty str")
+        self.weights_version = version
+        self._core.invalidate()
 
     def stats(self) -> CacheStats:
         """Counts of now and counters since the start."""
-        free, evictable = self._device.num_free, self._index.num_evictable
+        num_blocks, free, evictable, held, evicted = self._core.counts(0)
+        matches, queried, hits, published, duplicates = self._core.counters()
         return CacheStats(
-            num_blocks=self._device.num_blocks,
+            num_blocks=num_blocks,
             free=free,
             evictable=evictable,
-            held=self._device.num_blocks - free - evictable,
-            open_requests=len(self._requests),
-            matches=self._matches,
-            queried_tokens=self._queried,
-            hit_blocks=self._hits,
-            hit_tokens=self._hits * self.block_size,
-            published_blocks=self._published,
-            duplicate_blocks=self._duplicates,
-            evicted_blocks=self._evicted,
+            held=held,
+            open_requests=self._core.num_open(),
+            matches=matches,
+            queried_tokens=queried,
+            hit_blocks=hits,
+            hit_tokens=hits * self.block_size,
+            published_blocks=published,
+            duplicate_blocks=duplicates,
+            evicted_blocks=evicted,
         )
+
+    def bookkeeping_bytes(self) -> int:
+        """Memory of pools and index without the tokens, when all blocks are in use."""
+        return self._core.bookkeeping_bytes()
 
     def check_integrity(self) -> None:
         """Recompute every invariant from scratch; O(everything), for tests and diagnosis. Raises InvariantError."""
-        self._device.check_integrity()
-        self._host.check_integrity()
-        self._index.check_integrity()
-        owners: dict[int, str] = {}
-        holders: dict[int, int] = {}
-        for request_id, request in self._requests.items():
-            for block_id in request.table[len(request.path) :]:
-                self._claim(owners, block_id, f"request {request_id!r}")
-            for node, block_id in zip(request.path, request.table, strict=False):
-                if node.device_block != block_id:
-                    raise InvariantError(f"request {request_id!r} holds {node.device_block}, its table says {block_id}")
-                holders[node.node_id] = holders.get(node.node_id, 0) + 1
-        for node in self._index:
-            self._claim(owners, node.device_block, f"node {node.node_id}")
-            if node.ref_count != holders.get(node.node_id, 0):
-                raise InvariantError(f"node {node.node_id} counts {node.ref_count} holders")
-        if len(owners) + self._device.num_free != self._device.num_blocks:
-            raise InvariantError(f"{self._device.num_blocks - len(owners) - self._device.num_free} blocks leaked")
+        self._core.check()
 
-    def _claim(self, owners: dict[int, str], block_id: int, owner: str) -> None:
-        if block_id in owners or self._device.is_free(block_id):
-            raise InvariantError(f"block {block_id} belongs to {owner} and to {owners.get(block_id, 'the free list')}")
-        owners[block_id] = owner
+    def _tick(self) -> None:
+        if self._core.uses_priorities:
+            self._core.tick(self._clock())
 
-    def _get(self, request_id: str) -> _Request:
-        request = self._requests.get(request_id)
-        if request is None:
-            raise RequestError(f"request {request_id!r} is not open; open it first, release it once")
-        return request
 
-    def _find(self, request: _Request) -> list[Node]:
-        path: list[Node] = []
-        for block in range((len(request.tokens) - 1) // self.block_size):
-            node = self._index.find(
-                path[-1] if path else None,
-                request.extras.get(block, b""),
-                request.block_tokens(block, self.block_size),
-            )
-            if node is None:
-                break
-            path.append(node)
-        whole = whole_image_boundary(len(path) * self.block_size, self.block_size, request.identity.images)
-        return path[: whole // self.block_size]
+def _tensor_memory(out: object) -> tuple[int, tuple[int, ...]]:
+    """Address and shape of a Paddle tensor's int32 memory on the host; duck-typed, so paddle is not imported."""
+    pointer, place = getattr(out, "data_ptr", None), getattr(out, "place", None)
+    if not callable(pointer) or place is None:
+        raise RequestError(
+            f"out is a {type(out).__name__}; give an int32 NumPy array or a Paddle tensor in host memory"
+        )
+    dtype, contiguous = str(getattr(out, "dtype", "")), out.is_contiguous()  # type: ignore[attr-defined]
+    if not dtype.endswith("int32") or not contiguous or not (place.is_cpu_place() or place.is_cuda_pinned_place()):
+        raise RequestError(f"out is a {dtype} tensor on {place}; it must be contiguous int32 in host memory")
+    return int(pointer()), tuple(out.shape)  # type: ignore[attr-defined]
 
-    def _publish_block(self, request: _Request, block: int) -> None:
-        parent = request.path[-1] if request.path else None
-        tokens, extra = request.block_tokens(block, self.block_size), request.extras.get(block, b"")
-        node = self._index.find(parent, extra, tokens)
-        if node is None:
-            node = self._index.insert(parent, extra, tokens, request.table[block])
-            self._published += 1
-        else:
-            self._index.hold(node)
-            self._device.free([request.table[block]])
-            request.table[block] = node.device_block
-            self._duplicates += 1
-        request.path.append(node)
 
-    def _drop_blocks(self, request: _Request) -> None:
-        own = request.table[len(request.path) :]
-        self._index.release(request.path)
-        self._device.free(reversed(own))
-        request.path, request.table, request.computed = [], [], 0
+__all__ = ["BlockCopy", "BlockIds", "CacheManager", "CacheStats", "MatchResult"]

@@ -1,59 +1,39 @@
 """Which block goes first when room is needed.
 
-Owns the eviction order of one level. Called by the prefix index, which adds a block when its last holder lets go and
-removes it when somebody holds it again.
-
-Leaf-first LRU, exactly: blocks leave in the order in which they became unheld; of the blocks that one release left
-unheld, the deepest leaves first. Holders hold whole prefixes (a block and all its ancestors), so a child is never
-let go after its parent: the block at the head of this order has no child at its level, and children always go before
-parents without anybody looking for leaves.
+Names the eviction policies; the orders themselves are native (custom_ops/core/eviction.h says exactly what each does
+and why it is O(1) a block). Read by the CacheManager and the command line.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Generic, Protocol, TypeVar
+from enum import Enum
 
-Node = TypeVar("Node")
+from fastkv.errors import ConfigError
 
-
-class EvictionPolicy(Protocol[Node]):
-    """Order of the evictable blocks of one level."""
-
-    def add(self, node: Node) -> None:
-        """The node became unheld; of one release, deeper nodes are added first."""
-
-    def remove(self, node: Node) -> None:
-        """The node is held again, or leaves the level for another reason."""
-
-    def pop(self) -> Node:
-        """Take out the node to evict now. Raises KeyError when there is none."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, node: object) -> bool: ...
+MAX_PRIORITY = 7
+"""Highest priority that a request can ask for; 0 is the default and the lowest."""
 
 
-class LruPolicy(Generic[Node]):
-    """Leaf-first LRU in O(1) a block."""
+class EvictionPolicy(str, Enum):
+    """Order in which unheld blocks leave; children always go before parents.
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Node, None] = OrderedDict()
+    LRU: blocks leave in the order in which their last holder let go; of one release, the deepest first.
+    TWO_QUEUE: as LRU, but blocks that no request has found since they were published leave first while they fill more
+        than a tenth of the pool, so that prompts seen once do not push out the prefixes in use.
+    """
 
-    def add(self, node: Node) -> None:
-        """Append at the most recently used end."""
-        self._order[node] = None
+    LRU = "lru"
+    TWO_QUEUE = "2q"
 
-    def remove(self, node: Node) -> None:
-        """Take the node out of the order."""
-        del self._order[node]
 
-    def pop(self) -> Node:
-        """Take out the least recently used node."""
-        return self._order.popitem(last=False)[0]
+def parse_policy(value: str | EvictionPolicy) -> EvictionPolicy:
+    """Turn a config's word into a policy.
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._order
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return EvictionPolicy(value)
+    except ValueError:
+        allowed = ", ".join(policy.value for policy in EvictionPolicy)
+        raise ConfigError(f"unknown eviction policy {value!r}; allowed: {allowed}") from None

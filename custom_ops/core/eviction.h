@@ -1,0 +1,120 @@
+// EvictionOrder: which evictable block of one level goes next. O(1) a block, whatever the policy.
+//
+// Layout: a few doubly linked lists threaded through the nodes (Node::link); head = goes first.
+//
+//     priority 0    kProbation  and  kMain         priority p > 0    kPriority + p - 1
+//
+// Leaf-first LRU ("lru", everything of priority 0 is in kMain): blocks leave in the order in which they became unheld;
+// of the blocks that one release left unheld, the deepest first. A hold is on a whole prefix, so nothing is ever let go
+// after its own parent was: in list order a child comes before its parent, and the head has no child at this level.
+// Nobody has to look for leaves.
+//
+// Scan-resistant ("2q", after Johnson and Shasha's 2Q; S3-FIFO is its sibling): a block that no match has found since
+// it was published waits in kProbation, the others in kMain. The victim comes from kProbation while that holds more
+// than a tenth of the pool, so that prompts seen once push each other out and not the prefixes in use. A block that is
+// published again soon after it fell out of kProbation (the index keeps a ghost list of hashes) starts in kMain. If
+// something below is hot, so is everything above (a match finds whole prefixes), hence a child in kMain has its parent
+// in kMain; a kMain head can only have children in kProbation, and then that list gives the victim.
+//
+// Priorities go above both: the victim comes from the lowest non-empty priority. Priorities and their expiry are raised
+// along whole prefixes, so a child never outranks its parent and every list head is a leaf among the lists that may
+// give the victim.
+#pragma once
+
+#include <string>
+
+#include "node.h"
+
+namespace fastkv::core {
+
+enum class Policy { kLru, kTwoQueue };
+
+inline Policy policy_of(const std::string& name) {
+  if (name == "lru") return Policy::kLru;
+  if (name == "2q") return Policy::kTwoQueue;
+  throw RequestFault("unknown eviction policy '" + name + "'; allowed: lru, 2q");
+}
+
+class EvictionOrder {
+ public:
+  static constexpr int kProbation = 0, kMain = 1, kPriority = 2, kMaxPriority = 7, kLists = kPriority + kMaxPriority;
+
+  EvictionOrder(FlatArray<Node>& nodes, Level level, Policy policy) : nodes_(nodes), level_(level), policy_(policy) {}
+
+  int64_t size() const { return size_; }
+  void set_probation_target(int64_t blocks) { probation_target_ = blocks; }
+
+  // The node became evictable here; of one release, deeper nodes come first.
+  void push(NodeId id) {
+    const int list = list_of(nodes_[id]);
+    insert_before(id, list, kNone);
+  }
+
+  // As push, but right before `before`, which is in this order; used when a copy lands after its parent's did.
+  void push_before(NodeId id, NodeId before) { insert_before(id, nodes_[before].list[level_], before); }
+
+  bool contains(NodeId id) const { return nodes_[id].list[level_] != kNoList; }
+
+  void remove(NodeId id) {
+    Node& node = nodes_[id];
+    const Link link = node.link[level_];
+    List& list = lists_[node.list[level_]];
+    (link.prev == kNone ? list.head : nodes_[link.prev].link[level_].next) = link.next;
+    (link.next == kNone ? list.tail : nodes_[link.next].link[level_].prev) = link.prev;
+    node.list[level_] = kNoList;
+    --list.size;
+    --size_;
+  }
+
+  // The node to evict now; kNone when nothing is evictable.
+  NodeId victim() const {
+    const List& probation = lists_[kProbation];
+    const List& main = lists_[kMain];
+    if (probation.size && (probation.size > probation_target_ || !main.size || nodes_[main.head].device_children))
+      return probation.head;
+    for (int list = kMain; list < kLists; ++list)
+      if (lists_[list].size) return lists_[list].head;
+    return kNone;
+  }
+
+  // What follows id in its list: a guess at the next victim, to prefetch.
+  NodeId after(NodeId id) const { return nodes_[id].link[level_].next; }
+  NodeId head(int list) const { return lists_[list].head; }
+
+  void clear() {
+    for (List& list : lists_) list = List{};
+    size_ = 0;
+  }
+
+ private:
+  struct List {
+    NodeId head = kNone, tail = kNone;
+    int64_t size = 0;
+  };
+
+  int list_of(const Node& node) const {
+    if (node.priority) return kPriority + node.priority - 1;
+    return policy_ == Policy::kTwoQueue && level_ == kDevice && !node.has(kHot) ? kProbation : kMain;
+  }
+
+  void insert_before(NodeId id, int list_index, NodeId before) {
+    List& list = lists_[list_index];
+    Node& node = nodes_[id];
+    const NodeId prev = before == kNone ? list.tail : nodes_[before].link[level_].prev;
+    node.link[level_] = {prev, before};
+    node.list[level_] = static_cast<uint8_t>(list_index);
+    (prev == kNone ? list.head : nodes_[prev].link[level_].next) = id;
+    (before == kNone ? list.tail : nodes_[before].link[level_].prev) = id;
+    ++list.size;
+    ++size_;
+  }
+
+  FlatArray<Node>& nodes_;
+  const Level level_;
+  const Policy policy_;
+  List lists_[kLists];
+  int64_t size_ = 0;
+  int64_t probation_target_ = 0;
+};
+
+}  // namespace fastkv::core

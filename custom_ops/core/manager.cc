@@ -1,0 +1,218 @@
+#include "manager.h"
+
+#include <algorithm>
+
+namespace fastkv::core {
+namespace {
+
+constexpr size_t kMaxSpare = 256;
+
+std::string quoted(std::string_view id) { return "'" + std::string(id) + "'"; }
+
+int64_t blocks_for(int64_t tokens, int64_t block_size) { return (tokens + block_size - 1) / block_size; }
+
+// The largest boundary <= blocks (in blocks) that cuts no image in two.
+int64_t whole_images(const std::vector<Span>& images, int64_t blocks, int64_t block_size) {
+  for (auto image = images.rbegin(); image != images.rend(); ++image)
+    if (image->start < blocks * block_size && blocks * block_size < image->end) blocks = image->start / block_size;
+  return blocks;
+}
+
+}  // namespace
+
+Manager::Manager(const ManagerOptions& options)
+    : options_(options),
+      known_(options.num_device_blocks >= 0),
+      device_(std::max(0, options.num_device_blocks), kDevice),
+      host_(options.num_host_blocks, kHost),
+      index_(options.block_size, device_, host_, options.policy, options.seed, options.hash_mask) {}
+
+Request& Manager::get(std::string_view id) {
+  key_.assign(id.data(), id.size());
+  const auto found = requests_.find(key_);
+  if (found == requests_.end())
+    throw RequestFault("request " + quoted(id) + " is not open; open it first, release it once");
+  return *found->second;
+}
+
+int64_t Manager::available() const { return device_.num_free() + index_.num_evictable(kDevice); }
+
+void Manager::need_known_pool() const {
+  if (!known_)
+    throw RequestFault("the number of device blocks is not known yet; call resize(num_blocks) when it was profiled");
+}
+
+void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
+                   std::vector<Span> images, int priority, double ttl_s) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  key_.assign(id.data(), id.size());
+  if (requests_.count(key_))
+    throw RequestFault("request " + quoted(id) + " is open already; release it first or use another id");
+  if (num_tokens < 1) throw RequestFault("request " + quoted(id) + " has no tokens; give at least one");
+  if (!images.empty() && images.back().end > num_tokens)
+    throw RequestFault("request " + quoted(id) + " has " + std::to_string(num_tokens) +
+                       " tokens and an image that ends at " + std::to_string(images.back().end));
+  if (priority < 0 || priority > EvictionOrder::kMaxPriority)
+    throw RequestFault("priority " + std::to_string(priority) + " is out of range; allowed: 0 to " +
+                       std::to_string(EvictionOrder::kMaxPriority));
+  if (!(ttl_s > 0)) throw RequestFault("ttl_s must be greater than 0");
+  std::unique_ptr<Request> request;
+  if (spare_.empty()) {
+    request = std::make_unique<Request>();
+  } else {
+    request = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  request->id = key_;
+  request->tokens.assign(tokens, tokens + num_tokens);
+  request->extras = std::move(extras);
+  request->images = std::move(images);
+  request->priority = static_cast<uint8_t>(priority);
+  request->ttl_s = ttl_s;
+  uses_priorities_ |= priority > 0;
+  refresh_epoch(*request);
+  requests_.emplace(key_, std::move(request));
+}
+
+Match Manager::match(std::string_view id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Request& request = get(id);
+  const int64_t size = options_.block_size;
+  if (request.num_blocks() > request.shared || request.computed > request.shared * size)
+    throw RequestFault("request " + quoted(id) + " has blocks of its own; match before allocate, or preempt");
+  drop_blocks(request);
+  if (options_.enable_prefix_caching) {
+    index_.match(query_of(request), (request.num_tokens() - 1) / size, !request.counted, request.path);
+    request.path.resize(
+        static_cast<size_t>(whole_images(request.images, static_cast<int64_t>(request.path.size()), size)));
+    index_.hold(request.path.data(), static_cast<int64_t>(request.path.size()));
+  }
+  Match found;
+  for (const NodeId node : request.path) {
+    const BlockId block = index_.node(node).block[kDevice];
+    if (block == kNone) break;
+    request.table.push_back(block);
+  }
+  request.shared = request.num_blocks();
+  request.computed = request.shared * size;
+  found.device_blocks = request.table;
+  for (size_t i = request.table.size(); i < request.path.size(); ++i)
+    found.host_blocks.push_back(index_.node(request.path[i]).block[kHost]);
+  // A request that matches again while it waits counts once, with its latest result.
+  const int64_t hits = static_cast<int64_t>(request.path.size());
+  counters_.matches += !request.counted;
+  counters_.queried_tokens += request.counted ? 0 : request.num_tokens();
+  counters_.hit_blocks += hits - request.counted_hits;
+  request.counted = true;
+  request.counted_hits = hits;
+  return found;
+}
+
+bool Manager::take(Request& request, int64_t count, std::vector<BlockId>& ids) {
+  need_known_pool();
+  if (count > available()) return false;
+  if (count > device_.num_free()) index_.evict(kDevice, count - device_.num_free());
+  const size_t before = request.table.size();
+  request.table.resize(before + static_cast<size_t>(count));
+  device_.allocate(static_cast<int32_t>(count), request.table.data() + before);
+  ids.assign(request.table.begin() + static_cast<std::ptrdiff_t>(before), request.table.end());
+  return true;
+}
+
+bool Manager::try_allocate(std::string_view id, int64_t count, std::vector<BlockId>& ids, int64_t* left) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Request& request = get(id);
+  if (count < 0)
+    throw RequestFault("cannot allocate " + std::to_string(count) + " blocks for " + quoted(id) +
+                       "; ask for 0 or more");
+  *left = available();
+  return take(request, count, ids);
+}
+
+int64_t Manager::blocks_needed(std::string_view id, int64_t num_tokens) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Request& request = get(id);
+  if (num_tokens < 0)
+    throw RequestFault("num_tokens " + std::to_string(num_tokens) + " of " + quoted(id) + " must be 0 or more");
+  return std::max<int64_t>(0, blocks_for(num_tokens, options_.block_size) - request.num_blocks());
+}
+
+void Manager::append(std::string_view id, const int32_t* tokens, int64_t num_tokens) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Request& request = get(id);
+  request.tokens.insert(request.tokens.end(), tokens, tokens + num_tokens);
+}
+
+int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Request& request = get(id);
+  const int64_t size = options_.block_size;
+  if (num_computed_tokens < request.computed ||
+      num_computed_tokens > std::min(request.num_tokens(), request.num_blocks() * size))
+    throw RequestFault("request " + quoted(id) + " cannot have " + std::to_string(num_computed_tokens) +
+                       " computed tokens: it had " + std::to_string(request.computed) + ", " +
+                       std::to_string(request.num_tokens()) + " tokens are confirmed and its " +
+                       std::to_string(request.num_blocks()) + " blocks hold " +
+                       std::to_string(request.num_blocks() * size));
+  request.computed = num_computed_tokens;
+  const int64_t full = num_computed_tokens / size;
+  if (!options_.enable_prefix_caching || request.epoch != epoch_) return request.shared;
+  for (int64_t from = request.shared; from < full;) {
+    const int64_t to = std::min(full, from + 16);
+    index_.prepare(query_of(request), from, to);
+    for (; from < to; ++from) publish_block(request, from, true);
+  }
+  return request.shared;
+}
+
+void Manager::publish_block(Request& request, int64_t block, bool findable) {
+  const int64_t known = static_cast<int64_t>(request.path.size());
+  const Query query = query_of(request);
+  NodeId id = block < known ? request.path[block] : kNone;
+  if (block >= known) {
+    const NodeId parent = known ? request.path.back() : kNone;
+    if (findable) id = index_.find(parent, query, block);
+    if (id == kNone) id = index_.insert(parent, query, block, findable);
+    index_.move_hold_down(id);
+    request.path.push_back(id);
+  }
+  const BlockId published = index_.node(id).block[kDevice];
+  if (published == kNone) {
+    index_.attach(id, kDevice, request.table[block]);
+    ++counters_.published_blocks;
+  } else {
+    device_.free(request.table[block]);
+    request.table[block] = published;
+    ++counters_.duplicate_blocks;
+  }
+  request.shared = block + 1;
+}
+
+void Manager::drop_blocks(Request& request) {
+  for (int64_t block = request.num_blocks() - 1; block >= request.shared; --block) device_.free(request.table[block]);
+  if (request.priority)
+    index_.raise_priority(request.path.data(), request.shared, request.priority, now_s_ + request.ttl_s);
+  index_.unhold(request.path.data(), static_cast<int64_t>(request.path.size()));
+  request.table.clear();
+  request.path.clear();
+  request.shared = request.computed = 0;
+  refresh_epoch(request);
+}
+
+void Manager::preempt(std::string_view id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  drop_blocks(get(id));
+}
+
+void Manager::release(std::string_view id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  drop_blocks(get(id));
+  const auto found = requests_.find(key_);
+  if (spare_.size() < kMaxSpare) {
+    found->second->recycle();
+    spare_.push_back(std::move(found->second));
+  }
+  requests_.erase(found);
+}
+
+}  // namespace fastkv::core

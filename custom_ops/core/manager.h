@@ -1,0 +1,134 @@
+// Manager: a request's whole life in the cache, as bookkeeping only.
+//
+//     open -> match -> allocate -> (append | reserve | trim | publish | allocate)* -> release
+//               ^------------------- preempt <---------'             fork: another open request with the same past
+//
+// Every call is one native call over the whole request. Each validates first and mutates after: a call that throws has
+// changed nothing. One mutex makes calls atomic; nothing inside calls back to the caller.
+//
+// Always holds (check() recomputes it): free + evictable + held = num_blocks at each level, no block in two sets.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "block_pool.h"
+#include "prefix_index.h"
+#include "request.h"
+
+namespace fastkv::core {
+
+struct ManagerOptions {
+  int32_t num_device_blocks = -1;  // -1: unknown until resize()
+  int32_t num_host_blocks = 0;
+  int32_t block_size = 1;
+  bool enable_prefix_caching = true;
+  Policy policy = Policy::kLru;
+  int64_t max_pinned_blocks = 0;
+  uint64_t seed = 0;
+  uint64_t hash_mask = ~uint64_t{0};
+};
+
+struct LevelCounts {
+  int64_t num_blocks, free, evictable, held, evicted;
+};
+
+struct Counters {
+  int64_t matches = 0, queried_tokens = 0, hit_blocks = 0, published_blocks = 0, duplicate_blocks = 0;
+};
+
+// What match found: the leading device_blocks of the request's table, then the nodes of host_blocks.
+struct Match {
+  std::vector<BlockId> device_blocks, host_blocks;
+};
+
+// One block to copy on the device before the forked request writes.
+struct BlockCopy {
+  BlockId source, target;
+};
+
+class Manager {
+ public:
+  explicit Manager(const ManagerOptions& options);
+
+  void open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
+            std::vector<Span> images, int priority, double ttl_s);
+  Match match(std::string_view id);
+  // The new ids, appended to the table; false when fewer blocks are free or evictable: left, before the call.
+  bool try_allocate(std::string_view id, int64_t count, std::vector<BlockId>& ids, int64_t* left);
+  int64_t blocks_needed(std::string_view id, int64_t num_tokens);
+  void append(std::string_view id, const int32_t* tokens, int64_t num_tokens);
+  int64_t publish(std::string_view id, int64_t num_computed_tokens);
+  void preempt(std::string_view id);
+  void release(std::string_view id);
+
+  // Blocks for the confirmed tokens and num_drafts more; all or nothing.
+  bool try_reserve(std::string_view id, int64_t num_drafts, std::vector<BlockId>& ids);
+  // Give back the blocks past the confirmed tokens; returns how many.
+  int64_t trim(std::string_view id);
+  std::vector<BlockCopy> fork(std::string_view parent, std::string_view child);
+
+  int64_t pin(std::string_view id, int64_t num_blocks);
+  void unpin(int64_t pin);
+
+  // Device blocks from now on. Returns how many blocks past that are still in use and drain.
+  int64_t resize(int64_t num_blocks, bool drain);
+  void reset();
+  void invalidate();
+  // Time that priorities expire by, in seconds on any clock that does not go back.
+  void tick(double now_s);
+
+  // Calls fn(table, size) under the lock.
+  template <typename Fn>
+  auto with_table(std::string_view id, Fn fn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Request& request = get(id);
+    return fn(request.table.data(), request.num_blocks());
+  }
+  int64_t num_tokens(std::string_view id);
+  int64_t num_computed_tokens(std::string_view id);
+  std::vector<Digest> digests(std::string_view id, int64_t num_blocks);
+  bool is_open(std::string_view id);
+  int64_t num_open();
+  int32_t block_size() const { return options_.block_size; }
+  bool uses_priorities();
+  LevelCounts counts(Level level);
+  Counters counters();
+  int64_t bookkeeping_bytes();
+  void check();
+
+ private:
+  Request& get(std::string_view id);
+  int64_t available() const;
+  void need_known_pool() const;
+  bool take(Request& request, int64_t count, std::vector<BlockId>& ids);
+  void drop_blocks(Request& request);
+  void refresh_epoch(Request& request) { request.epoch = epoch_; }
+  void drop_pin(NodeId end);
+  void forget_everything();
+  int64_t held_from(BlockId limit) const;
+  void publish_block(Request& request, int64_t block, bool findable);
+  Query query_of(Request& request) { return {request.tokens.data(), request.extras, request.hashes}; }
+
+  std::mutex mutex_;
+  const ManagerOptions options_;
+  bool known_;
+  BlockPool device_, host_;
+  PrefixIndex index_;
+  std::unordered_map<std::string, std::unique_ptr<Request>> requests_;
+  std::vector<std::unique_ptr<Request>> spare_;  // recycled, to keep their buffers
+  std::string key_;                              // scratch for lookups, so that long ids do not allocate
+  std::unordered_map<int64_t, NodeId> pins_;     // pin -> the node where its hold ends
+  std::unordered_map<NodeId, int64_t> pinned_;   // node -> pins that cover it
+  int64_t next_pin_ = 1;
+  uint64_t epoch_ = 0;
+  bool uses_priorities_ = false;
+  double now_s_ = 0;
+  Counters counters_;
+};
+
+}  // namespace fastkv::core

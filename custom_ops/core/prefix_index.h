@@ -1,0 +1,163 @@
+// PrefixIndex: the tree of published blocks, found by content; holds; eviction per level.
+//
+// Layout: nodes_ (one cache line a node, see node.h), tokens_ (block_size int32 a node, at id * block_size), table_
+// (hash
+// -> node), extras_ (identity bytes of the few nodes that have any), one EvictionOrder a level. A fast hash proposes a
+// node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's KV.
+//
+//     match     walks a request's blocks in chunks: hash chunk k+2 and prefetch its table slots, prefetch the nodes and
+//               tokens of chunk k+1, compare chunk k. The walk waits for memory about once a chunk, not twice a block.
+//
+// Cost: match, publish and evict O(1) a block expected; hold and unhold O(1) a block that changes between held and
+// unheld; everything else O(1), except invalidate, clear, shrink and check: O(nodes).
+// Always holds (check() recomputes it): a node with a copy at a level has its parent there or at a faster level; a node
+// is in the eviction order of a level exactly when it has a copy there and no holder; a node without a copy leaves.
+#pragma once
+
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "block_pool.h"
+#include "eviction.h"
+#include "ghost.h"
+#include "hash.h"
+#include "hash_table.h"
+
+namespace fastkv::core {
+
+// Identity bytes that first apply in one block of a request.
+struct Extra {
+  int64_t block;
+  std::string bytes;
+};
+
+// A request as the index sees it. extras are sorted by block; hashes are those of the leading blocks, grown on demand.
+struct Query {
+  const int32_t* tokens;
+  const std::vector<Extra>& extras;
+  std::vector<uint64_t>& hashes;
+};
+
+class PrefixIndex {
+ public:
+  // The pools get the blocks of nodes that leave a level. hash_mask thins out the fast hash in tests.
+  PrefixIndex(int32_t block_size, BlockPool& device, BlockPool& host, Policy policy, uint64_t seed, uint64_t hash_mask);
+
+  int32_t block_size() const { return block_size_; }
+  int64_t num_nodes() const { return num_nodes_; }
+  int64_t num_evictable(Level level) const { return order_[level].size(); }
+  int64_t num_evicted(Level level) const { return evicted_[level]; }
+  const Node& node(NodeId id) const { return nodes_[id]; }
+  const int32_t* tokens(NodeId id) const { return &tokens_[static_cast<size_t>(id) * block_size_]; }
+  std::string_view extra(NodeId id) const;
+  // Evictable device blocks with ids >= limit; O(nodes).
+  int64_t num_evictable_from(BlockId limit) const;
+  // Bytes of everything but the tokens.
+  int64_t bytes() const;
+
+  // Calls fn(id, node, number of its children that are held) for every node; O(nodes).
+  template <typename Fn>
+  void for_each(Fn fn) const {
+    for (NodeId id = 0; id < fresh_node_; ++id) {
+      const Node& node = nodes_[id];
+      if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+      int32_t held = 0;
+      for (NodeId child = node.first_child; child != kNone; child = nodes_[child].next_sibling)
+        held += nodes_[child].holders > 0;
+      fn(id, node, held);
+    }
+  }
+
+  // Fit the arrays to the pools; called when a pool grows.
+  void reserve();
+
+  // Append to path the nodes of the longest findable prefix of at most max_blocks blocks that has a copy somewhere.
+  // The nodes become hot; count_hits also counts one use of each.
+  void match(const Query& query, int64_t max_blocks, bool count_hits, std::vector<NodeId>& path);
+
+  // Hash, and prefetch what publish will touch, for blocks [from, to) of the query.
+  void prepare(const Query& query, int64_t from, int64_t to);
+
+  // The child of parent with the content of the query's block; kNone when there is none. The block is prepared.
+  NodeId find(NodeId parent, const Query& query, int64_t block) const;
+
+  // A new node with that content, no copies and no holders. findable = false makes it anonymous.
+  NodeId insert(NodeId parent, const Query& query, int64_t block, bool findable);
+
+  void attach(NodeId id, Level level, BlockId block);
+  void detach(NodeId id, Level level);
+
+  // Take or give back one hold that ends at the last node of path (path[i] is the parent of path[i+1]).
+  void hold(const NodeId* path, int64_t count);
+  void unhold(const NodeId* path, int64_t count);
+  // One step deeper for a hold that ended at the node's parent and now ends at the node.
+  void move_hold_down(NodeId id);
+  void hold_one(NodeId id);
+  void unhold_one(NodeId id);
+
+  // Take count blocks from the eviction order; the caller has made sure that as many are evictable.
+  void evict(Level level, int64_t count);
+
+  // Forget the node's copy at the level, and every copy below it that would lose its parent. Nothing of it is held.
+  void drop(NodeId id, Level level);
+
+  // Give every node of path at least this priority until expiry_s. The caller holds the path.
+  void raise_priority(const NodeId* path, int64_t count, uint8_t priority, double expiry_s);
+  // End the priorities whose expiry is not after now_s.
+  void expire(double now_s);
+
+  // Device blocks >= limit leave as soon as nobody holds them.
+  void set_device_limit(BlockId limit);
+
+  // Nothing that is published now will be found again; what is held leaves with its last holder.
+  void invalidate();
+
+  void check() const;
+
+ private:
+  // Of a node that has, or had, a priority. The generation counts how often the slot was reused.
+  struct Life {
+    double expiry_s;
+    uint64_t generation;
+  };
+  struct Expiry {
+    double at_s;
+    int64_t depth;
+    NodeId node;
+    uint64_t generation;
+    bool operator<(const Expiry& other) const;
+  };
+
+  bool same(NodeId id, NodeId parent, const int32_t* tokens, std::string_view extra) const;
+  bool is_listed(const Node& node, Level level) const;
+  void let_go(NodeId id);
+  void pick_up(NodeId id);
+  void remove(NodeId id);
+  void remove_subtree(NodeId id);
+  void hash_to(const Query& query, int64_t blocks);
+  static std::string_view extra_of(const Query& query, int64_t block);
+
+  const int32_t block_size_;
+  BlockPool* const pools_[kLevels];
+  const Policy policy_;
+  const TokenHash hash_;
+  FlatArray<Node> nodes_;
+  FlatArray<int32_t> tokens_;
+  HashTable table_;
+  EvictionOrder order_[kLevels];
+  std::unordered_map<NodeId, std::string> extras_;
+  std::unique_ptr<GhostList> ghosts_;
+  FlatArray<Life> lives_;  // empty until the first priority
+  std::vector<Expiry> expiries_;
+  std::vector<NodeId> free_nodes_;
+  NodeId fresh_node_ = 0;
+  int64_t num_nodes_ = 0;
+  int64_t evicted_[kLevels] = {0, 0};
+  BlockId device_limit_ = INT32_MAX;
+};
+
+}  // namespace fastkv::core

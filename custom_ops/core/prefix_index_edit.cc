@@ -1,0 +1,141 @@
+// The rarer half of PrefixIndex: removing subtrees, resizing, invalidating, and the check of every invariant.
+#include <string>
+#include <vector>
+
+#include "prefix_index.h"
+
+namespace fastkv::core {
+
+// Take a node without children out of the tree and give its slot back.
+void PrefixIndex::remove(NodeId id) {
+  Node& node = nodes_[id];
+  for (const Level level : {kDevice, kHost})
+    if (node.block[level] != kNone) detach(id, level);
+  if (!node.has(kUnfindable)) table_.erase(node.hash, id);
+  if (node.parent != kNone) {
+    Node& parent = nodes_[node.parent];
+    (node.prev_sibling == kNone ? parent.first_child : nodes_[node.prev_sibling].next_sibling) = node.next_sibling;
+    if (node.next_sibling != kNone) nodes_[node.next_sibling].prev_sibling = node.prev_sibling;
+  }
+  if (node.has(kHasExtra)) extras_.erase(id);
+  if (static_cast<size_t>(id) < lives_.size()) ++lives_[id].generation;
+  --num_nodes_;
+  if (node.has(kArriving)) {  // a copy is being written for it: the slot waits for the copy to land
+    node.flags = kInUse | kUnfindable | kArriving | kDropOnArrival;
+    node.parent = kNone;
+    return;
+  }
+  node.flags = 0;
+  free_nodes_.push_back(id);
+}
+
+// Take out a node and everything below it, children first.
+void PrefixIndex::remove_subtree(NodeId id) {
+  for (NodeId at = id;;) {
+    while (nodes_[at].first_child != kNone) at = nodes_[at].first_child;
+    const NodeId parent = nodes_[at].parent;
+    remove(at);
+    if (at == id) return;
+    at = parent;
+  }
+}
+
+void PrefixIndex::drop(NodeId id, Level level) {
+  if (nodes_[id].block[level] == kNone) return;
+  for (NodeId at = id;;) {
+    while (level == kDevice && nodes_[at].device_children) {  // children go before parents
+      at = nodes_[at].first_child;
+      while (nodes_[at].block[kDevice] == kNone) at = nodes_[at].next_sibling;
+    }
+    const NodeId parent = nodes_[at].parent;
+    detach(at, level);
+    ++evicted_[level];
+    if (!nodes_[at].resident() && !nodes_[at].has(kArriving)) remove_subtree(at);
+    if (at == id) return;
+    at = parent;
+  }
+}
+
+int64_t PrefixIndex::num_evictable_from(BlockId limit) const {
+  int64_t count = 0;
+  for (NodeId id = 0; id < fresh_node_; ++id)
+    count += nodes_[id].has(kInUse) && nodes_[id].holders == 0 && nodes_[id].block[kDevice] >= limit;
+  return count;
+}
+
+int64_t PrefixIndex::bytes() const {
+  return static_cast<int64_t>(nodes_.size() * (sizeof(Node) + sizeof(NodeId)) + table_.bytes());
+}
+
+void PrefixIndex::set_device_limit(BlockId limit) {
+  device_limit_ = limit;
+  for (NodeId id = 0; id < fresh_node_; ++id) {
+    const Node& node = nodes_[id];
+    if (node.has(kInUse) && node.holders == 0 && node.block[kDevice] >= limit) drop(id, kDevice);
+  }
+}
+
+void PrefixIndex::invalidate() {
+  for (NodeId id = 0; id < fresh_node_; ++id) {
+    Node& node = nodes_[id];
+    if (node.has(kInUse)) node.set(kUnfindable, true);
+  }
+  table_.clear();
+  for (NodeId id = 0; id < fresh_node_; ++id)
+    if (nodes_[id].has(kInUse) && nodes_[id].holders == 0 && !nodes_[id].has(kDropOnArrival)) remove_subtree(id);
+}
+
+void PrefixIndex::check() const {
+  const auto fail = [](NodeId id, const std::string& what) {
+    throw InvariantFault("node " + std::to_string(id) + " " + what);
+  };
+  const size_t slots = static_cast<size_t>(fresh_node_);
+  std::vector<int32_t> children(slots, 0), device_children(slots, 0), held_children(slots, 0);
+  int64_t nodes = 0, listed[kLevels] = {0, 0};
+  for (NodeId id = 0; id < fresh_node_; ++id) {
+    const Node& node = nodes_[id];
+    if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+    ++nodes;
+    if (!node.resident() && !node.has(kArriving)) fail(id, "has no copy and is still in the index");
+    if (node.holders < 0) fail(id, "has fewer than no holders");
+    if (node.has(kUnfindable) && node.holders == 0) fail(id, "is neither findable nor held");
+    for (const Level level : {kDevice, kHost}) {
+      const bool copy = node.block[level] != kNone;
+      if (copy && !pools_[level]->is_used(node.block[level])) fail(id, "has a copy in a free block");
+      if ((copy && node.holders == 0) != (node.list[level] != kNoList)) fail(id, "is in the wrong set of a level");
+      listed[level] += node.list[level] != kNoList;
+    }
+    const int64_t found = node.has(kUnfindable) ? 1 : static_cast<int64_t>(table_.find(node.hash, [&](NodeId other) {
+      return other == id;
+    }) == id);
+    if (!found) fail(id, "is missing from the hash table");
+    if (node.parent == kNone) continue;
+    const Node& parent = nodes_[node.parent];
+    if (!parent.has(kInUse)) fail(id, "has a parent that is not in the index");
+    if (node.block[kDevice] != kNone && parent.block[kDevice] == kNone) fail(id, "is on the device, its parent is not");
+    if (!parent.resident() && !parent.has(kArriving)) fail(id, "is findable and its parent is not");
+    if (node.holders && !parent.holders) fail(id, "is held and its parent is not");
+    if (node.has(kHot) && !parent.has(kHot)) fail(id, "is hot and its parent is not");
+    if (node.priority > parent.priority) fail(id, "outranks its parent");
+    ++children[node.parent];
+    device_children[node.parent] += node.block[kDevice] != kNone;
+    held_children[node.parent] += node.holders > 0;
+  }
+  if (nodes != num_nodes_) throw InvariantFault("the index counts its nodes wrongly");
+  for (const Level level : {kDevice, kHost})
+    if (listed[level] != order_[level].size()) throw InvariantFault("an eviction order counts its blocks wrongly");
+  for (NodeId id = 0; id < fresh_node_; ++id) {
+    const Node& node = nodes_[id];
+    if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+    int32_t seen = 0;
+    for (NodeId child = node.first_child; child != kNone; child = nodes_[child].next_sibling) {
+      if (nodes_[child].parent != id) fail(child, "is in the child list of a node that is not its parent");
+      ++seen;
+    }
+    if (seen != children[id]) fail(id, "does not list all of its children");
+    if (node.device_children != device_children[id]) fail(id, "counts its device children wrongly");
+    if (node.holders < held_children[id]) fail(id, "has fewer holders than held children");
+  }
+}
+
+}  // namespace fastkv::core

@@ -83,7 +83,8 @@ class FileLock:
             return "unknown"
 
     def release(self) -> None:
-        """Let go."""
+        """Let go. Unlocks first: a child that was forked meanwhile shares the descriptor and would keep the lock."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
 

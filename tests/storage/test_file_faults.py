@@ -10,7 +10,6 @@ import errno
 import os
 import resource
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,17 +47,6 @@ def scenario(config: FileStoreConfig, ops: FaultyOps) -> set[int]:
     connector.flush()
     connector.close()
     return acknowledged & {2, 3}
-
-
-@pytest.fixture
-def fast_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: hundreds of stores, each synced."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder)
 
 
 @pytest.mark.parametrize(

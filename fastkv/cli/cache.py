@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def _show(store: StoreFolder, surveys: Sequence[NamespaceSurvey], args: argparse
     if args.json:
         print(json.dumps(report, indent=2))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe has no width: nothing is cut short in it
     if args.verb == "ls":
         console.print(_ls_table(surveys))
         return
@@ -136,10 +137,10 @@ def _row(survey: NamespaceSurvey, *, with_ranks: bool) -> dict[str, Any]:
 def _ls_table(surveys: Sequence[NamespaceSurvey]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("namespace", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("weights", no_wrap=True)
+    table.add_column("model", overflow="fold", min_width=8)
+    table.add_column("weights", overflow="fold", min_width=7)
     table.add_column("storage", no_wrap=True)
-    for name in ("block", "TP", "blocks", "size", "used", "by pid"):
+    for name in ("TP", "blocks", "size", "used", "by pid"):
         table.add_column(name, justify="right", no_wrap=True)
     for survey in surveys:
         folder, about = survey.folder, survey.folder.description
@@ -148,7 +149,6 @@ def _ls_table(surveys: Sequence[NamespaceSurvey]) -> Table:
             about.model if about else "unknown",
             (about.weights_version or "-") if about else "?",
             _storage(about.quant_type, about.storage_dtype) if about else "?",
-            str(about.block_size) if about else "?",
             str(about.tp_size) if about else "?",
             "?" if survey.num_complete is None else str(survey.num_complete),
             _size(folder.file_bytes),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -437,6 +439,51 @@ def test_deadline_amid_a_slow_batch_keeps_what_was_done(store: FileStoreConfig) 
     assert outcomes[0] == "hit"
     assert outcomes[-1] == "timeout"
     assert sorted(outcomes, key=["hit", "timeout"].index) == outcomes
+
+
+# threads
+
+
+def test_threads_on_one_connector_get_right_bytes_and_leave_it_consistent(store: FileStoreConfig) -> None:
+    """Eviction, removal and reading of the same few slots at once: a slot being read is never given away."""
+    connector = FileConnector.open(store, NAMESPACE, 0)
+    outcomes: list[str] = []
+
+    def client(seed: int) -> list[str]:
+        dice, seen = random.Random(seed), []
+        for _ in range(150):
+            names = dice.sample(range(14), 3)
+            verb = dice.random()
+            if verb < 0.45:
+                seen += put(connector, *names)
+            elif verb < 0.9:
+                seen += get(connector, *names)
+            else:
+                connector.remove(digests(*names))
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(client, seed) for seed in range(4)]:
+            outcomes += future.result()
+    assert set(outcomes) == {"stored", "exists", "hit", "miss"}
+    connector.check_integrity()
+    connector.close()
+    again = FileConnector.open(store, NAMESPACE, 0)
+    assert get(again, *range(14)).count("hit") == len(again)
+
+
+def test_close_waits_for_a_get_in_progress(store: FileStoreConfig) -> None:
+    connector = FileConnector.open(store, NAMESPACE, 0)
+    put(connector, 1)
+    connector.close()
+    slow = FileConnector.open(store, NAMESPACE, 0, FaultyOps(Fault.STALL, 0, num_calls=1000, stall_s=0.1))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(get, slow, 1)
+        while not slow._table.num_pinned:
+            time.sleep(0.001)
+        slow.close()
+        assert reading.result() == ["hit"]
+    assert get(slow, 1) == ["unavailable"]
 
 
 # replicated records

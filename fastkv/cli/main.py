@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from fastkv import FastKVError, __version__
 from fastkv.cli import cache, calibrate, generate, plan, replay
+from fastkv.cli import eval as evaluate
 
-COMMANDS = (generate, plan, calibrate, replay, cache)
+COMMANDS = (generate, plan, calibrate, evaluate, replay, cache)
 
 
 def build_parser() -> argparse.ArgumentParser:

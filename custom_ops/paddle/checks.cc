@@ -109,8 +109,8 @@ CacheView view_cache(const Tensor& cache, const char* what, Storage storage, con
   }
   view_static(scales.zero_point, std::string(what) + "_zero_point", storage, row.has_zero_point, view,
               &view.quant.zero_point, &zero_head_stride, &zero_channel_stride);
-  if (row.has_zero_point && (zero_head_stride != view.quant.head_stride ||
-                             zero_channel_stride != view.quant.channel_stride)) {
+  if (row.has_zero_point &&
+      (zero_head_stride != view.quant.head_stride || zero_channel_stride != view.quant.channel_stride)) {
     invalid(scale_name + " is " + describe(*scales.scale) + ", but " + what + "_zero_point is " +
             describe(*scales.zero_point) + ": both must be per channel or both per head");
   }

@@ -64,7 +64,8 @@ inline std::string describe(const Tensor& tensor) {
 inline void check_tensor(const Tensor& tensor, const char* name, size_t rank, const char* layout) {
   if (!tensor.has_allocation() && tensor.numel() != 0) invalid(std::string(name) + " has no memory; allocate it first");
   if (tensor.has_allocation() && !tensor.is_cpu()) {
-    invalid(std::string(name) + " is not on the CPU, and this build of fastkv has CPU kernels only: move it with .cpu()");
+    invalid(std::string(name) +
+            " is not on the CPU, and this build of fastkv has CPU kernels only: move it with .cpu()");
   }
   if (tensor.shape().size() != rank) {
     invalid(std::string(name) + " must be " + layout + ", but is " + describe(tensor));
@@ -78,8 +79,7 @@ inline void check_dtype(const Tensor& tensor, const char* name, phi::DataType dt
   }
 }
 
-inline void check_shape(const Tensor& tensor, const char* name, const std::vector<int64_t>& expected,
-                        const char* why) {
+inline void check_shape(const Tensor& tensor, const char* name, const std::vector<int64_t>& expected, const char* why) {
   if (tensor.shape() != expected) {
     invalid(std::string(name) + " must be " + dims_text(expected) + " (" + why + "), but is " + describe(tensor));
   }

@@ -21,11 +21,11 @@ using OptionalDtype = paddle::optional<paddle::DataType>;
 std::vector<Tensor> append_attention(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& key_cache,
                                      Tensor& value_cache, OptionalTensor& key_scale, OptionalTensor& value_scale,
                                      const OptionalTensor& key_zero_point, const OptionalTensor& value_zero_point,
-                                     const Tensor& block_tables, const Tensor& query_start,
-                                     const Tensor& context_lens, const Tensor& slot_mapping,
-                                     const OptionalTensor& rope_cos, const OptionalTensor& rope_sin,
-                                     const OptionalTensor& sinks, const std::string& kv_cache_quant_type,
-                                     float softmax_scale, const std::string& rope_style, int64_t window) {
+                                     const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens,
+                                     const Tensor& slot_mapping, const OptionalTensor& rope_cos,
+                                     const OptionalTensor& rope_sin, const OptionalTensor& sinks,
+                                     const std::string& kv_cache_quant_type, float softmax_scale,
+                                     const std::string& rope_style, int64_t window) {
   return guarded([&]() -> std::vector<Tensor> {
     const Storage storage = parse_storage(kv_cache_quant_type);
     AttentionParams params;
@@ -119,8 +119,8 @@ std::vector<Tensor> mla_append_attention(const Tensor& q, const Tensor& latent, 
       invalid("latent_cache must be [blocks, 1, block_size, dim], but is " + describe(latent_cache));
     }
     if (storage != Storage::kNone && maybe(latent_scale)->numel() != 1) {
-      invalid("kv_cache_quant_type " + kv_cache_quant_type + " with mla needs one latent_scale, float32 [1], but it is " +
-              describe(*latent_scale));
+      invalid("kv_cache_quant_type " + kv_cache_quant_type +
+              " with mla needs one latent_scale, float32 [1], but it is " + describe(*latent_scale));
     }
     check_rows_fit(params.k, "latent", params.key, "latent_cache");
     if (params.q.dim != params.key.dim) {
@@ -167,7 +167,8 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
       if (v->dtype() != k.dtype() || v->shape()[0] != k.shape()[0]) {
         invalid("k and v must have the same dtype and tokens, but k is " + describe(k) + ", v is " + describe(*v));
       }
-      value = view_cache(*value_cache, "value", storage, &key_rows.dtype, {maybe(value_scale), maybe(value_zero_point)});
+      value =
+          view_cache(*value_cache, "value", storage, &key_rows.dtype, {maybe(value_scale), maybe(value_zero_point)});
       check_pair(key, value);
       check_rows_fit(value_rows, "v", value, "value_cache");
     } else if ((v || value_cache) && k.shape()[0] > 0) {  // Paddle passes an empty v as an absent one
@@ -182,17 +183,16 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
 }
 
 std::vector<Tensor> gather_cache(const Tensor& cache, const OptionalTensor& scale, const OptionalTensor& zero_point,
-                                 const Tensor& slots, const std::string& kv_cache_quant_type,
-                                 const std::string& what) {
+                                 const Tensor& slots, const std::string& kv_cache_quant_type, const std::string& what) {
   return guarded([&]() -> std::vector<Tensor> {
-    const CacheView view = view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr,
-                                      {maybe(scale), maybe(zero_point)});
+    const CacheView view =
+        view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr, {maybe(scale), maybe(zero_point)});
     check_tensor(slots, "slots", 1, "int64 [n]");
     check_dtype(slots, "slots", phi::DataType::INT64);
     const int64_t count = slots.shape()[0];
     Tensor out = paddle::empty({count, view.kv_heads, view.dim}, phi::DataType::FLOAT32, paddle::CPUPlace());
-    raise_if_refused(fastkv::gather_cache(view, data_as<int64_t>(slots), count,
-                                          const_cast<float*>(data_as<float>(out))));
+    raise_if_refused(
+        fastkv::gather_cache(view, data_as<int64_t>(slots), count, const_cast<float*>(data_as<float>(out))));
     return {out};
   });
 }

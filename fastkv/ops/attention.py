@@ -11,7 +11,7 @@ from fastkv.errors import ConfigError
 from fastkv.ops._load import run_op
 from fastkv.ops.batch import AttentionBatch, Rope
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_tensor
+from fastkv.ops.checks import check_rows, check_tensor
 
 
 def append_attention(
@@ -49,9 +49,10 @@ def append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id, slot or position out of range. Nothing has been written then.
     """
-    for name, rows in (("q", q), ("k", k), ("v", v)):
-        check_tensor(rows, name, None, 3, "[num_tokens, heads, dim]")
-    if cache.is_latent:
+    check_rows(q, "q")
+    check_rows(k, "k")
+    check_rows(v, "v")
+    if cache.value is None:
         raise ConfigError("append_attention needs a key and a value cache, but got a latent one: mla_append_attention")
     if sinks is not None:
         check_tensor(sinks, "sinks", None, 1, "float32 [num_heads]")
@@ -104,7 +105,7 @@ def mla_append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id or slot out of range. Nothing has been written then.
     """
-    check_tensor(q, "q", None, 3, "[num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim]")
+    check_rows(q, "q")
     check_tensor(latent, "latent", None, 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]")
     if not cache.is_latent:
         raise ConfigError("mla_append_attention needs a latent cache, but got keys and values: append_attention")

@@ -44,8 +44,7 @@ struct CacheView {
     return data + block * block_bytes() + head * head_bytes() + offset * row_bytes;
   }
   FASTKV_INLINE float* token_scale(int64_t block, int64_t head, int64_t offset) const {
-    return quant.token_scale == nullptr ? nullptr
-                                        : quant.token_scale + (block * kv_heads + head) * block_size + offset;
+    return quant.token_scale == nullptr ? nullptr : quant.token_scale + (block * kv_heads + head) * block_size + offset;
   }
 };
 
@@ -56,7 +55,9 @@ struct RowsView {
   int64_t heads = 0;
   int64_t dim = 0;
 
-  FASTKV_INLINE char* row(int64_t token, int64_t head) const { return data + (token * heads + head) * dim * dtype_bytes(dtype); }
+  FASTKV_INLINE char* row(int64_t token, int64_t head) const {
+    return data + (token * heads + head) * dim * dtype_bytes(dtype);
+  }
 };
 
 /// Rotary tables, float32 [max_position, half] each; cos == nullptr means: already applied.

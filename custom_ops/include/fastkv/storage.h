@@ -53,7 +53,9 @@ inline constexpr StorageRow kStorageTable[] = {
 inline constexpr int kStorageCount = static_cast<int>(Storage::kCount);
 static_assert(sizeof(kStorageTable) / sizeof(kStorageTable[0]) == kStorageCount, "one row a storage type");
 
-FASTKV_INLINE constexpr const StorageRow& storage_row(Storage storage) { return kStorageTable[static_cast<int>(storage)]; }
+FASTKV_INLINE constexpr const StorageRow& storage_row(Storage storage) {
+  return kStorageTable[static_cast<int>(storage)];
+}
 
 /// The type of that name, or kCount if there is none.
 FASTKV_INLINE Storage find_storage(const char* name) {

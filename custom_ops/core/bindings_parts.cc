@@ -34,7 +34,7 @@ class PyIndex {
     const Prefix prefix(tokens, extras);
     std::vector<NodeId> path;
     std::vector<uint64_t> hashes;
-    index.match({prefix.view.data(), prefix.extras, hashes}, prefix.view.size() / index.block_size(), true, path);
+    index.match({prefix.view.data(), prefix.extras, hashes}, prefix.view.size() / index.block_size(), path);
     return path;
   }
 

@@ -82,22 +82,23 @@ Match Manager::match(std::string_view id) {
     throw RequestFault("request " + quoted(id) + " has blocks of its own; match before allocate, or preempt");
   drop_blocks(request);
   if (options_.enable_prefix_caching) {
-    index_.match(query_of(request), (request.num_tokens() - 1) / size, !request.counted, request.path);
+    index_.match(query_of(request), (request.num_tokens() - 1) / size, request.path);
     request.path.resize(
         static_cast<size_t>(whole_images(request.images, static_cast<int64_t>(request.path.size()), size)));
     index_.hold(request.path.data(), static_cast<int64_t>(request.path.size()));
   }
   Match found;
-  for (const NodeId node : request.path) {
-    const BlockId block = index_.node(node).block[kDevice];
-    if (block == kNone) break;
-    request.table.push_back(block);
+  for (const NodeId id : request.path) {
+    index_.mark_found(id, !request.counted);
+    const Node& node = index_.node(id);
+    if (node.block[kDevice] != kNone)
+      request.table.push_back(node.block[kDevice]);
+    else
+      found.host_blocks.push_back(node.block[kHost]);
   }
   request.shared = request.num_blocks();
   request.computed = request.shared * size;
   found.device_blocks = request.table;
-  for (size_t i = request.table.size(); i < request.path.size(); ++i)
-    found.host_blocks.push_back(index_.node(request.path[i]).block[kHost]);
   // A request that matches again while it waits counts once, with its latest result.
   const int64_t hits = static_cast<int64_t>(request.path.size());
   counters_.matches += !request.counted;
@@ -201,7 +202,10 @@ void Manager::drop_blocks(Request& request) {
 
 void Manager::preempt(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  drop_blocks(get(id));
+  Request& request = get(id);
+  drop_blocks(request);
+  request.counted = false;
+  request.counted_hits = 0;
 }
 
 void Manager::release(std::string_view id) {

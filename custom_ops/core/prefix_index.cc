@@ -81,7 +81,7 @@ void PrefixIndex::hash_to(const Query& query, int64_t blocks) {
   }
 }
 
-void PrefixIndex::match(const Query& query, int64_t max_blocks, bool count_hits, std::vector<NodeId>& path) {
+void PrefixIndex::match(const Query& query, int64_t max_blocks, std::vector<NodeId>& path) {
   NodeId guesses[2][kChunk];
   const auto hash_chunk = [&](int64_t from) {
     const int64_t to = std::min(from + kChunk, max_blocks);
@@ -114,10 +114,7 @@ void PrefixIndex::match(const Query& query, int64_t max_blocks, bool count_hits,
       if (id == kNone) return;
       if (!same(id, parent, tokens, extra_of(query, block))) id = find(parent, query, block);
       if (id == kNone) return;
-      Node& node = nodes_[id];
-      if (!node.resident()) return;
-      node.set(kHot, true);
-      node.hits = static_cast<uint16_t>(node.hits + (count_hits && node.hits != UINT16_MAX));
+      if (!nodes_[id].resident()) return;
       path.push_back(id);
       parent = id;
     }

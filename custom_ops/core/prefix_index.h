@@ -76,8 +76,14 @@ class PrefixIndex {
   void reserve();
 
   // Append to path the nodes of the longest findable prefix of at most max_blocks blocks that has a copy somewhere.
-  // The nodes become hot; count_hits also counts one use of each.
-  void match(const Query& query, int64_t max_blocks, bool count_hits, std::vector<NodeId>& path);
+  void match(const Query& query, int64_t max_blocks, std::vector<NodeId>& path);
+
+  // A match gave the node to a request. counts: it is the request's first since it was opened or preempted.
+  void mark_found(NodeId id, bool counts) {
+    Node& node = nodes_[id];
+    node.set(kHot, true);
+    node.hits = static_cast<uint16_t>(node.hits + (counts && node.hits != UINT16_MAX));
+  }
 
   // Hash, and prefetch what publish will touch, for blocks [from, to) of the query.
   void prepare(const Query& query, int64_t from, int64_t to);
@@ -128,7 +134,7 @@ class PrefixIndex {
     double at_s;
     int64_t depth;
     NodeId node;
-    uint64_t generation;
+    uint64_t generation, number;
     bool operator<(const Expiry& other) const;
   };
 
@@ -153,6 +159,7 @@ class PrefixIndex {
   std::unique_ptr<GhostList> ghosts_;
   FlatArray<Life> lives_;  // empty until the first priority
   std::vector<Expiry> expiries_;
+  uint64_t num_raises_ = 0;
   std::vector<NodeId> free_nodes_;
   NodeId fresh_node_ = 0;
   int64_t num_nodes_ = 0;

@@ -11,8 +11,9 @@
 
 namespace fastkv::core {
 
-bool PrefixIndex::Expiry::operator<(const Expiry& other) const {
-  return at_s != other.at_s ? at_s > other.at_s : depth < other.depth;  // std heap: greatest first
+bool PrefixIndex::Expiry::operator<(const Expiry& other) const {  // a std heap has its greatest element first
+  if (at_s != other.at_s) return at_s > other.at_s;
+  return depth != other.depth ? depth < other.depth : number > other.number;
 }
 
 void PrefixIndex::raise_priority(const NodeId* path, int64_t count, uint8_t priority, double expiry_s) {
@@ -24,27 +25,31 @@ void PrefixIndex::raise_priority(const NodeId* path, int64_t count, uint8_t prio
     node.priority = std::max(node.priority, priority);
   }
   if (count && expiry_s < std::numeric_limits<double>::infinity()) {
-    expiries_.push_back({expiry_s, count, path[count - 1], lives_[path[count - 1]].generation});
+    expiries_.push_back({expiry_s, count, path[count - 1], lives_[path[count - 1]].generation, num_raises_++});
     std::push_heap(expiries_.begin(), expiries_.end());
   }
 }
 
 void PrefixIndex::expire(double now_s) {
+  std::vector<std::pair<int64_t, NodeId>> due;  // depth, node
   while (!expiries_.empty() && expiries_.front().at_s <= now_s) {
     const Expiry entry = expiries_.front();
     std::pop_heap(expiries_.begin(), expiries_.end());
     expiries_.pop_back();
     if (lives_[entry.node].generation != entry.generation) continue;
+    int64_t depth = entry.depth;
     for (NodeId id = entry.node; id != kNone && nodes_[id].priority && lives_[id].expiry_s <= now_s;
          id = nodes_[id].parent) {
-      bool listed[kLevels];
-      for (const Level level : {kDevice, kHost}) {
-        listed[level] = nodes_[id].list[level] != kNoList;
-        if (listed[level]) order_[level].remove(id);
-      }
+      due.emplace_back(depth--, id);
       nodes_[id].priority = 0;
-      for (const Level level : {kDevice, kHost})
-        if (listed[level]) order_[level].push(id);
+    }
+  }
+  std::stable_sort(due.begin(), due.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (const auto& [depth, id] : due) {
+    for (const Level level : {kDevice, kHost}) {
+      if (nodes_[id].list[level] == kNoList) continue;
+      order_[level].remove(id);
+      order_[level].push(id);
     }
   }
 }

@@ -355,6 +355,7 @@ class CacheManager:
 
     def unpin(self, pin: int) -> None:
         """Give back a pin, once. reset and set_weights_version give back all pins."""
+        self._tick()
         self._core.unpin(pin)
 
     def resize(self, num_device_blocks: int, *, drain: bool = False) -> int:

@@ -26,7 +26,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fastkv.errors import StorageError
 from fastkv.storage.base import (
@@ -45,6 +45,7 @@ from fastkv.storage.fileops import FULL_ERRNOS, FileOps
 from fastkv.storage.format import Record, payload_checksum
 from fastkv.storage.io_threads import IoThreads
 from fastkv.storage.namespace import StorageNamespace
+from fastkv.storage.put_batch import PendingWrite, PutBatch
 from fastkv.storage.rank_files import RankFiles, open_rank
 from fastkv.storage.slots import SlotTable
 
@@ -52,26 +53,6 @@ log = logging.getLogger(__name__)
 
 _GROWTH_RETRY_S = 2.0
 _CLOSE_WAIT_S = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    """One record on its way into a slot. The checksum is set when the payload is written."""
-
-    row: int
-    digest: bytes
-    slot: int
-    view: memoryview
-    checksum: int = 0
-
-
-@dataclass(slots=True)
-class _Batch:
-    """One put: outcomes known so far by row, payloads to write, records that must stay meanwhile."""
-
-    outcomes: dict[int, PutOutcome] = field(default_factory=dict)
-    writes: list[_Write] = field(default_factory=list)
-    pinned: list[Record] = field(default_factory=list)
 
 
 class FileConnector:
@@ -112,6 +93,8 @@ class FileConnector:
         counters = Counters()
         files, records = open_rank(config, namespace, rank, ops or FileOps(), counters)
         connector = cls(files, records, config, counters)
+        if config.durability is Durability.DISK:
+            connector.flush()  # EXISTS must mean the same for what an earlier process wrote
         log.info("store %s: %d records in %d slots", files.path, len(connector), files.num_slots)
         return connector
 
@@ -261,9 +244,9 @@ class FileConnector:
             with self._lock:
                 self._table.grow(self._files.num_slots)
 
-    def _reserve(self, digests: Sequence[bytes], views: list[memoryview]) -> _Batch:
+    def _reserve(self, digests: Sequence[bytes], views: list[memoryview]) -> PutBatch:
         """A slot for every record that is not stored yet; entries of what was evicted for them are gone from disk."""
-        batch, stale = _Batch(), set[int]()
+        batch, stale = PutBatch(), set[int]()
         with self._lock:
             new: dict[bytes, int] = {}
             for row, digest in enumerate(digests):  # first pins: the batch must not evict its own members
@@ -280,7 +263,7 @@ class FileConnector:
                     batch.outcomes[row] = PutOutcome.FULL
                     continue
                 slot, evicted = reserved
-                batch.writes.append(_Write(row, digest, slot, views[row]))
+                batch.writes.append(PendingWrite(row, digest, slot, views[row]))
                 if evicted is not None:
                     evictions.append(evicted)
                 if evicted is not None or slot in self._unclean:
@@ -291,7 +274,7 @@ class FileConnector:
                 self._undo(batch, evictions)
         return batch
 
-    def _undo(self, batch: _Batch, evictions: list[Record]) -> None:
+    def _undo(self, batch: PutBatch, evictions: list[Record]) -> None:
         """The disk does not take writes: nothing must be lost for records that cannot be stored."""
         kept = {record.slot for record in evictions}
         self._table.restore(evictions)
@@ -305,7 +288,7 @@ class FileConnector:
         except OSError as error:
             self._counters.fault("io_errors", error)
 
-    def _write(self, write: _Write, deadline_s: float) -> PutOutcome:
+    def _write(self, write: PendingWrite, deadline_s: float) -> PutOutcome:
         if time.monotonic() >= deadline_s:
             return PutOutcome.TIMEOUT
         try:
@@ -316,7 +299,7 @@ class FileConnector:
             return PutOutcome.FULL if error.errno in FULL_ERRNOS else PutOutcome.FAILED
         return PutOutcome.STORED
 
-    def _commit(self, batch: _Batch, digests: Sequence[bytes]) -> None:
+    def _commit(self, batch: PutBatch, digests: Sequence[bytes]) -> None:
         """Acknowledge what was written: payloads synced if that was asked for, entries on disk, then the table."""
         done = [write for write in batch.writes if batch.outcomes[write.row] is PutOutcome.STORED]
         top = self._next_stamp + len(done)  # the chain's head gets the youngest stamp
@@ -353,7 +336,7 @@ class FileConnector:
             return False
         return True
 
-    def _abandon(self, writes: list[_Write], batch: _Batch | None) -> None:
+    def _abandon(self, writes: list[PendingWrite], batch: PutBatch | None) -> None:
         """Free the slots again; with a batch, its records have failed."""
         for write in writes:
             self._table.abandon(write.slot)

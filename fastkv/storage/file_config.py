@@ -40,6 +40,7 @@ class FileStoreConfig:
     lock_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
         for name in ("max_bytes", "segment_bytes", "io_threads"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -40,6 +40,7 @@ class RankFiles:
         room = self._folder.make_room(0, self._max_bytes, identity.namespace)
         if room < 0:  # the limit was lowered, and others that are in use hold the rest
             self._resize(max(0, self.num_slots + room // self._unit_bytes))
+        self.segments.mark_unsynced(self.num_slots)
         self.index.begin_epoch()
         return self.index.load(self.num_slots)
 

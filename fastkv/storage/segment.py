@@ -57,6 +57,11 @@ class SegmentFiles:
                 break
         return min(slots, limit)
 
+    def mark_unsynced(self, num_slots: int) -> None:
+        """What an earlier process wrote may never have been synced: the next `sync` covers it."""
+        self._dirty.update(range(-(-num_slots // self._identity.slots_per_segment)))
+        self._is_folder_dirty = True
+
     def cut(self, num_slots: int) -> None:
         """Give back everything past num_slots slots, and segment files that nobody knows."""
         per_segment, slot_bytes = self._identity.slots_per_segment, self._identity.slot_bytes

@@ -40,7 +40,8 @@ def imported(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module or "")
             if node.module == "fastkv":
-                names.update(f"fastkv.{alias.name}" for alias in node.names)
+                submodules = {alias.name for alias in node.names} & ALLOWED.keys()
+                names.update(f"fastkv.{name}" for name in submodules)
     return names
 
 

@@ -4,7 +4,8 @@
 // cache needs. It touches what the job needs: every token of a block is hashed and compared on a hit, and copied on
 // publication; one table entry is inserted or erased; one list node is relinked. It leaves out what makes a cache safe
 // and useful: requests, identity, levels, error checks, locks, counters, partial blocks, double-free protection. Memory
-// is fetched ahead in a software pipeline, because a floor that waits for each miss would flatter whoever is measured.
+// is fetched ahead in a software pipeline and asked for in huge pages, because a floor that waits for each miss would
+// flatter whoever is measured.
 //
 // Layout: 8-byte table slots {tag, id}, at most half full; 32-byte nodes; tokens at id * block_size. All functions work
 // on `count` prompts of `blocks` blocks each: rows[i] points to prompt i's int32 tokens, ids is [count, blocks], and
@@ -14,6 +15,10 @@
 #include <cstring>
 #include <new>
 #include <vector>
+
+#include <sys/mman.h>
+
+#include <algorithm>
 
 #include "sha256.h"
 
@@ -43,6 +48,31 @@ inline uint64_t fold(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+// Zeroed memory in huge pages where the system gives them.
+template <typename T>
+class Pages {
+ public:
+  explicit Pages(size_t count) : count_(count) {
+    void* memory = ::mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    ::madvise(memory, count * sizeof(T), MADV_HUGEPAGE);
+#endif
+    data_ = static_cast<T*>(memory);
+  }
+  ~Pages() { ::munmap(data_, count_ * sizeof(T)); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  T& operator[](size_t i) { return data_[i]; }
+  const T& operator[](size_t i) const { return data_[i]; }
+  size_t bytes() const { return count_ * sizeof(T); }
+
+ private:
+  size_t count_;
+  T* data_;
+};
+
 class Stopwatch {
  public:
   double ns() const { return std::chrono::duration<double, std::nano>(Clock::now() - began_).count(); }
@@ -56,20 +86,20 @@ class Stopwatch {
 
 class Floor {
  public:
-  Floor(int64_t pool, int64_t block_size) : size_(block_size) {
-    int bits = 4;
-    while ((int64_t{1} << bits) < 2 * pool) ++bits;
-    shift_ = 32 - bits;
-    mask_ = (size_t{1} << bits) - 1;
-    slots_.assign(mask_ + 1, Slot{0, 0});
-    nodes_.resize(static_cast<size_t>(pool));
-    tokens_.resize(static_cast<size_t>(pool * block_size));
+  Floor(int64_t pool, int64_t block_size)
+      : size_(block_size),
+        bits_(table_bits(pool)),
+        shift_(32 - bits_),
+        mask_((size_t{1} << bits_) - 1),
+        slots_(mask_ + 1),
+        nodes_(static_cast<size_t>(pool)),
+        tokens_(static_cast<size_t>(pool * block_size)) {
     free_.reserve(static_cast<size_t>(pool));
     for (int64_t id = pool - 1; id >= 0; --id) free_.push_back(static_cast<int32_t>(id));
   }
 
   int64_t bytes() const {
-    return static_cast<int64_t>(slots_.size() * sizeof(Slot) + nodes_.size() * sizeof(Node) + free_.capacity() * 4);
+    return static_cast<int64_t>(slots_.bytes() + nodes_.bytes() + free_.capacity() * sizeof(int32_t));
   }
   int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
 
@@ -263,12 +293,19 @@ class Floor {
     tail_ = id;
   }
 
+  static int table_bits(int64_t pool) {
+    int bits = 4;
+    while ((int64_t{1} << bits) < 2 * pool) ++bits;
+    return bits;
+  }
+
   const int64_t size_;
-  int shift_ = 0;
-  size_t mask_ = 0;
-  std::vector<Slot> slots_;
-  std::vector<Node> nodes_;
-  std::vector<int32_t> tokens_, free_;
+  const int bits_, shift_;
+  const size_t mask_;
+  Pages<Slot> slots_;
+  Pages<Node> nodes_;
+  Pages<int32_t> tokens_;
+  std::vector<int32_t> free_;
   std::vector<uint64_t> hashes_;
   std::vector<uint8_t> message_;
   int32_t head_ = kNone, tail_ = kNone;

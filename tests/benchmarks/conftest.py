@@ -1,0 +1,8 @@
+"""Benchmarks are scripts; their folder is put on the path as Python does when it runs one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

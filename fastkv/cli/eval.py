@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TOKENS = 1024
 _DEFAULT_CONTEXT = 512
+_DEFAULT_CONTINUATION = 32
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,6 +45,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help=f"tokens of a window; each starts with an empty cache ({_DEFAULT_CONTEXT})",
     )
+    parser.add_argument(
+        "--continue",
+        type=int,
+        dest="continuation",
+        default=_DEFAULT_CONTINUATION,
+        metavar="N",
+        help=f"greedy tokens after each of four prompts ({_DEFAULT_CONTINUATION})",
+    )
     parser.add_argument("--types", metavar="TYPE,…", help="only these, beside none (default: all that fit the model)")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a type")
     parser.set_defaults(run=run)
@@ -55,8 +64,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.kv_cache_quant_type is not None:
         raise ConfigError("eval compares quantisation types; name them with --types instead of --kv-cache-quant-type")
-    if args.tokens < 2 or args.context < 2:
-        raise ConfigError(f"--tokens {args.tokens} --context {args.context}: both must be at least 2")
+    for option, value, least in (
+        ("--tokens", args.tokens, 2),
+        ("--context", args.context, 2),
+        ("--continue", args.continuation, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{option} {value} must be at least {least}")
     config = config_from(args)
     configs = chosen_configs(config, args.types)
     prepare_runtime()
@@ -73,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
         text = load_text(args.text, "evaluate")
         model = load_model(config)
         token_ids = load_tokenizer(config).encode(text, allow_special=False)[: args.tokens]
-    context = min(args.context, config.model.max_context)
-    cut = EvaluationText.cut(token_ids, context_tokens=context)
+    cut = EvaluationText.cut(token_ids, context_tokens=args.context, continuation_tokens=args.continuation)
     rows = _evaluate(model, configs, cut)
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2, allow_nan=False))
@@ -136,7 +149,7 @@ def quality_table(config: Config, text: EvaluationText, rows: list[StorageQualit
         table.add_row(
             row.kv_cache_quant_type,
             f"{row.bytes_per_token:,.0f}",
-            f"{row.perplexity:,.2f}",
+            f"{row.perplexity:.2f}" if row.perplexity < 1e6 else f"{row.perplexity:.2e}",
             f"{row.perplexity / reference.perplexity - 1:+.2%}" if row is not reference else "",
             f"{row.greedy_agreement:.1%}",
             f"{row.common_prefix_tokens:.1f}",

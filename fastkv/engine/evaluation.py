@@ -29,6 +29,7 @@ from fastkv.worker.static_scales import load_static_scales
 
 FloatRows = npt.NDArray[np.float32]
 REFERENCE = "none"
+_LARGEST_LOSS = 700.0  # its exponential is still a number
 _CHUNK_TOKENS = 128  # rows of logits alive at once, for each of two types: 25 MB at a vocabulary of 49,152
 
 
@@ -246,7 +247,7 @@ class _Tally:
             kv_cache_quant_type=reader.spec.storage.name,
             storage_dtype=reader.storage_dtype,
             bytes_per_token=reader.spec.block_bytes / reader.spec.block_size,
-            perplexity=math.exp(self.loss / self.tokens),
+            perplexity=math.exp(min(self.loss / self.tokens, _LARGEST_LOSS)),
             greedy_agreement=self.agreeing / self.tokens,
             common_prefix_tokens=common_prefix_tokens,
             continuation_tokens=text.continuation_tokens,
@@ -305,6 +306,6 @@ def _check_lengths(config: Config, text: EvaluationText) -> None:
     )
     if longest > config.model.max_context:
         raise ConfigError(
-            f"evaluation reads {longest} tokens at once, model.max_context is {config.model.max_context}; "
-            "use shorter windows"
+            f"evaluation holds {longest} tokens of a sequence at once, model.max_context is "
+            f"{config.model.max_context}; use shorter windows (--context) or continuations (--continue)"
         )

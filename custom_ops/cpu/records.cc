@@ -33,6 +33,7 @@ constexpr int64_t kParallelBytes = 256 << 10;
 // Work that a thread takes at a time.
 constexpr int64_t kChunkBytes = 128 << 10;
 constexpr int64_t kLine = 64;
+constexpr int kMaxThreads = 256;
 
 #if defined(__x86_64__)
 /// Bytes before dst's next line, at most n: partial lines are not streamed.
@@ -204,6 +205,7 @@ class CopyPool {
 };
 
 CopyPool* make_copy_pool(int threads) {
+  if (threads < 1 || threads > kMaxThreads) return nullptr;
   try {
     return new CopyPool(threads);
   } catch (const std::bad_alloc&) {

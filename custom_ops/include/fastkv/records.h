@@ -36,7 +36,7 @@ enum class RecordDirection : int { kToHost = 0, kToDevice = 1 };
 /// caller waits for it.
 class CopyPool;
 
-/// A pool of `threads` threads, the caller of a copy included; null if there is no memory or no thread.
+/// A pool of 1 to 256 threads, the caller of a copy included; null outside that, or if there is no memory or thread.
 CopyPool* make_copy_pool(int threads);
 void free_copy_pool(CopyPool* pool);
 

@@ -10,44 +10,47 @@
 
 #include <optional>
 
-#include "manager.h"
+#include "python_manager.h"
 #include "python_tokens.h"
 
 namespace fastkv::core {
-namespace {
 
-constexpr int64_t kLongTokens = 1 << 16;  // work on fewer tokens ends before another thread could use the GIL
-
-template <typename Fn>
-auto maybe_without_gil(bool release, Fn fn) {
-  std::optional<py::gil_scoped_release> unlocked;
-  if (release) unlocked.emplace();
-  return fn();
-}
-
-void raise_python_error(std::exception_ptr pending) {
-  const auto raise = [](const char* kind, auto... arguments) {
-    const py::object type = py::module_::import("fastkv.errors").attr(kind);
-    PyErr_SetObject(type.ptr(), type(arguments...).ptr());
+void set_python_error(std::exception_ptr pending) {
+  const auto set = [](const char* kind, auto... arguments) {
+    try {
+      const py::object type = py::module_::import("fastkv.errors").attr(kind);
+      PyErr_SetObject(type.ptr(), type(arguments...).ptr());
+    } catch (py::error_already_set& error) {
+      error.restore();
+    }
   };
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const OutOfBlocksFault& fault) {
-    raise("OutOfBlocksError", fault.requested, fault.available, fault.num_blocks, level_name(fault.level));
+    set("OutOfBlocksError", fault.requested, fault.available, fault.num_blocks, level_name(fault.level));
   } catch (const RequestFault& fault) {
-    raise("RequestError", fault.what());
+    set("RequestError", fault.what());
   } catch (const InvariantFault& fault) {
-    raise("InvariantError", fault.what());
+    set("InvariantError", fault.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
   }
 }
 
-// What Manager::match found; arrays are made when somebody looks.
-struct PyMatch {
-  Match found;
-  int64_t block_size;
-  int64_t device_tokens() const { return static_cast<int64_t>(found.device_blocks.size()) * block_size; }
-  int64_t tokens() const { return device_tokens() + static_cast<int64_t>(found.host_blocks.size()) * block_size; }
-};
+namespace {
+
+// For pybind11: faults of the core become Python errors, everything else is somebody else's.
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const OutOfBlocksFault&) {
+    set_python_error(pending);
+  } catch (const RequestFault&) {
+    set_python_error(pending);
+  } catch (const InvariantFault&) {
+    set_python_error(pending);
+  }
+}
 
 std::vector<Extra> extras_of(const py::dict& given) {
   std::vector<Extra> extras;
@@ -73,16 +76,10 @@ int64_t write_row(Manager& manager, std::string_view id, int32_t* out, int64_t r
   });
 }
 
-void bind_manager(py::module_& module) {
-  py::class_<PyMatch>(module, "MatchResult")
-      .def_property_readonly("device_blocks", [](const PyMatch& m) { return to_array(m.found.device_blocks); })
-      .def_property_readonly("host_blocks", [](const PyMatch& m) { return to_array(m.found.host_blocks); })
-      .def_property_readonly("num_tokens", &PyMatch::tokens)
-      .def_property_readonly("num_device_tokens", &PyMatch::device_tokens);
-
-  py::class_<Manager>(module, "Manager")
-      .def(py::init([](int32_t device, int32_t host, int32_t block_size, bool caching, const std::string& policy,
-                       int64_t max_pinned, uint64_t seed, uint64_t hash_mask) {
+py::object bind_manager(py::module_& module) {
+  py::class_<PyManager> type(module, "Manager");
+  type.def(py::init([](int32_t device, int32_t host, int32_t block_size, bool caching, const std::string& policy,
+                       int64_t max_pinned, uint64_t seed, uint64_t hash_mask, py::object clock) {
         ManagerOptions options;
         options.num_device_blocks = device;
         options.num_host_blocks = host;
@@ -92,88 +89,49 @@ void bind_manager(py::module_& module) {
         options.max_pinned_blocks = max_pinned;
         options.seed = seed;
         options.hash_mask = hash_mask;
-        return std::make_unique<Manager>(options);
+        return std::make_unique<PyManager>(options, std::move(clock));
       }))
-      .def("open",
-           [](Manager& self, py::handle id, py::handle tokens, const py::dict& extras,
+      .def("_open",
+           [](PyManager& self, py::handle id, py::handle tokens, const py::dict& extras,
               const std::vector<std::pair<int64_t, int64_t>>& images, int priority, double ttl_s) {
              const TokenView view(tokens);
              std::vector<Span> spans;
              for (const auto& [start, end] : images) spans.push_back({start, end});
              self.open(id_of(id), view.data(), view.size(), extras_of(extras), std::move(spans), priority, ttl_s);
            })
-      .def("open_plain",
-           [](Manager& self, py::handle id, py::handle tokens) {
-             const TokenView view(tokens);
-             self.open(id_of(id), view.data(), view.size(), {}, {}, 0, std::numeric_limits<double>::infinity());
-           })
-      .def("match",
-           [](Manager& self, py::handle id) {
-             const std::string_view name = id_of(id);
-             const bool release = self.num_tokens(name) >= kLongTokens;
-             return PyMatch{maybe_without_gil(release, [&] { return self.match(name); }), self.block_size()};
-           })
-      .def("allocate",
-           [](Manager& self, py::handle id, int64_t count) {
-             std::vector<BlockId> ids;
-             int64_t left = 0;
-             if (!self.try_allocate(id_of(id), count, ids, &left))
-               throw OutOfBlocksFault(count, left, self.counts(kDevice).num_blocks, kDevice);
-             return to_array(ids);
-           })
-      .def("try_allocate",
-           [](Manager& self, py::handle id, int64_t count) -> py::object {
-             std::vector<BlockId> ids;
-             int64_t left = 0;
-             if (!self.try_allocate(id_of(id), count, ids, &left)) return py::none();
-             return to_array(ids);
-           })
-      .def("try_reserve",
-           [](Manager& self, py::handle id, int64_t num_drafts) -> py::object {
+      .def("reserve_drafts",
+           [](PyManager& self, py::handle id, int64_t num_drafts) -> py::object {
+             self.look_at_the_clock();
              std::vector<BlockId> ids;
              if (!self.try_reserve(id_of(id), num_drafts, ids)) return py::none();
              return to_array(ids);
            })
-      .def("trim", [](Manager& self, py::handle id) { return self.trim(id_of(id)); })
-      .def("blocks_needed",
-           [](Manager& self, py::handle id, int64_t tokens) { return self.blocks_needed(id_of(id), tokens); })
-      .def("append",
-           [](Manager& self, py::handle id, py::handle tokens) {
+      .def("confirm",
+           [](PyManager& self, py::handle id, py::handle tokens) {
              const TokenView view(tokens, true);
-             self.append(id_of(id), view.data(), view.size());
+             return self.confirm(id_of(id), view.data(), view.size());
            })
-      .def("publish",
-           [](Manager& self, py::handle id, int64_t computed) {
-             const std::string_view name = id_of(id);
-             return maybe_without_gil(computed >= kLongTokens, [&] { return self.publish(name, computed); });
-           })
-      .def("preempt", [](Manager& self, py::handle id) { self.preempt(id_of(id)); })
-      .def("release", [](Manager& self, py::handle id) { self.release(id_of(id)); })
-      .def("fork",
-           [](Manager& self, py::handle parent, py::handle child) {
+      .def("_fork",
+           [](PyManager& self, py::handle parent, py::handle child) {
+             self.look_at_the_clock();
              std::vector<std::pair<BlockId, BlockId>> copies;
              for (const BlockCopy& copy : self.fork(id_of(parent), id_of(child)))
                copies.emplace_back(copy.source, copy.target);
              return copies;
            })
-      .def("pin", [](Manager& self, py::handle id, int64_t blocks) { return self.pin(id_of(id), blocks); })
-      .def("unpin", &Manager::unpin)
-      .def("resize", &Manager::resize)
-      .def("reset", &Manager::reset)
-      .def("invalidate", &Manager::invalidate)
-      .def("tick", &Manager::tick)
-      .def_property_readonly("uses_priorities", &Manager::uses_priorities)
-      .def("num_tokens", [](Manager& self, py::handle id) { return self.num_tokens(id_of(id)); })
-      .def("num_computed_tokens", [](Manager& self, py::handle id) { return self.num_computed_tokens(id_of(id)); })
-      .def("is_open", [](Manager& self, py::handle id) { return self.is_open(id_of(id)); })
-      .def("num_open", &Manager::num_open)
-      .def("block_table",
-           [](Manager& self, py::handle id) {
-             return self.with_table(
-                 id_of(id), [](const BlockId* table, int64_t count) { return py::array_t<int32_t>(count, table); });
+      .def("_pin", [](PyManager& self, py::handle id, int64_t blocks) { return self.pin(id_of(id), blocks); })
+      .def("unpin",
+           [](PyManager& self, int64_t pin) {
+             self.look_at_the_clock();
+             self.unpin(pin);
            })
-      .def("write_rows_at",
-           [](Manager& self, const py::list& ids, uintptr_t address, int64_t room) {
+      .def("_resize", &Manager::resize)
+      .def("reset", &Manager::reset)
+      .def("_invalidate", &Manager::invalidate)
+      .def("is_open", [](PyManager& self, py::handle id) { return self.is_open(id_of(id)); })
+      .def("_num_open", &Manager::num_open)
+      .def("_write_rows_at",
+           [](PyManager& self, const py::list& ids, uintptr_t address, int64_t room) {
              for (const py::handle id : ids)  // validate all first
                self.with_table(id_of(id),
                                [&](const BlockId*, int64_t count) { return check_room(id_of(id), count, room); });
@@ -183,42 +141,45 @@ void bind_manager(py::module_& module) {
                row += room;
              }
            })
-      .def("write_row_at",
-           [](Manager& self, py::handle id, uintptr_t address, int64_t room) {
+      .def("_write_row_at",
+           [](PyManager& self, py::handle id, uintptr_t address, int64_t room) {
              return write_row(self, id_of(id), reinterpret_cast<int32_t*>(address), room);
            })
-      .def("write_row",
-           [](Manager& self, py::handle id, const py::array& out) {
+      .def("_write_row",
+           [](PyManager& self, py::handle id, const py::array& out) {
              if (!py::isinstance<py::array_t<int32_t>>(out) || out.ndim() != 1 || !(out.flags() & py::array::c_style) ||
                  !out.writeable())
                throw RequestFault("out_row must be a writable, contiguous, one-dimensional int32 array");
              return write_row(self, id_of(id), static_cast<int32_t*>(const_cast<void*>(out.data())), out.size());
            })
-      .def("digests",
-           [](Manager& self, py::handle id, int64_t count) {
+      .def("_digests",
+           [](PyManager& self, py::handle id, int64_t count) {
              const std::string_view name = id_of(id);
-             std::vector<Digest> found;
              {
                const py::gil_scoped_release unlocked;
-               found = self.digests(name, count);
+               count = self.compute_digests(name, count);
              }
-             py::list out;
-             for (const Digest& digest : found)
-               out.append(py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size()));
+             py::list out(static_cast<size_t>(count));
+             self.with_digests(name, count, [&](const Digest* digests) {
+               for (int64_t i = 0; i < count; ++i)
+                 PyList_SET_ITEM(out.ptr(), i,
+                                 PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digests[i].data()), 32));
+             });
              return out;
            })
-      .def("counts",
-           [](Manager& self, int level) {
+      .def("_counts",
+           [](PyManager& self, int level) {
              const LevelCounts c = self.counts(static_cast<Level>(level));
              return py::make_tuple(c.num_blocks, c.free, c.evictable, c.held, c.evicted);
            })
-      .def("counters",
-           [](Manager& self) {
+      .def("_counters",
+           [](PyManager& self) {
              const Counters c = self.counters();
              return py::make_tuple(c.matches, c.queried_tokens, c.hit_blocks, c.published_blocks, c.duplicate_blocks);
            })
       .def("bookkeeping_bytes", &Manager::bookkeeping_bytes)
-      .def("check", &Manager::check, py::call_guard<py::gil_scoped_release>());
+      .def("_check", &Manager::check, py::call_guard<py::gil_scoped_release>());
+  return type;
 }
 
 }  // namespace
@@ -227,7 +188,7 @@ void bind_manager(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   using namespace fastkv::core;
   module.doc() = "Native scheduler core of fastkv; use fastkv.scheduler, which documents it.";
-  py::register_exception_translator(raise_python_error);
-  bind_manager(module);
+  py::register_exception_translator(translate);
+  add_fast_calls(module, bind_manager(module));
   bind_parts(module);
 }

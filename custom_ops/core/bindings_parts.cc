@@ -33,36 +33,20 @@ class PyIndex {
   std::vector<NodeId> match(py::handle tokens, const std::vector<std::pair<int64_t, std::string>>& extras) {
     const Prefix prefix(tokens, extras);
     std::vector<NodeId> path;
-    std::vector<uint64_t> hashes;
+    HashRow hashes;
     index.match({prefix.view.data(), prefix.extras, hashes}, prefix.view.size() / index.block_size(), path);
     return path;
   }
 
   // Publish the leading blocks.size() blocks and hold them; blocks that are published already are swapped.
   std::pair<std::vector<NodeId>, std::vector<BlockId>> publish(
-      py::handle tokens, const std::vector<std::pair<int64_t, std::string>>& extras, std::vector<BlockId> blocks,
-      BlockPool& device) {
+      py::handle tokens, const std::vector<std::pair<int64_t, std::string>>& extras, std::vector<BlockId> blocks) {
     const Prefix prefix(tokens, extras);
     const auto count = static_cast<int64_t>(blocks.size());
     if (count > prefix.view.size() / index.block_size()) throw RequestFault("more blocks than full blocks of tokens");
-    std::vector<uint64_t> hashes;
-    const Query query{prefix.view.data(), prefix.extras, hashes};
-    index.prepare(query, 0, count);
+    HashRow hashes;
     std::vector<NodeId> path;
-    for (int64_t block = 0; block < count; ++block) {
-      const NodeId parent = path.empty() ? kNone : path.back();
-      NodeId id = index.find(parent, query, block);
-      if (id == kNone) id = index.insert(parent, query, block, true);
-      index.move_hold_down(id);
-      path.push_back(id);
-      const BlockId published = index.node(id).block[kDevice];
-      if (published == kNone) {
-        index.attach(id, kDevice, blocks[block]);
-      } else {
-        device.free(blocks[block]);
-        blocks[block] = published;
-      }
-    }
+    index.publish({prefix.view.data(), prefix.extras, hashes}, count, path, blocks.data());
     return {path, blocks};
   }
 

@@ -46,12 +46,29 @@ class EvictionOrder {
 
   // The node became evictable here; of one release, deeper nodes come first.
   void push(NodeId id) {
-    const int list = list_of(nodes_[id]);
-    insert_before(id, list, kNone);
+    Node& node = nodes_[id];
+    const int index = list_of(node);
+    List& list = lists_[index];
+    node.link[level_] = {list.tail, kNone};
+    node.list[level_] = static_cast<uint8_t>(index);
+    (list.tail == kNone ? list.head : nodes_[list.tail].link[level_].next) = id;
+    list.tail = id;
+    ++list.size;
+    ++size_;
   }
 
   // As push, but right before `before`, which is in this order; used when a copy lands after its parent's did.
-  void push_before(NodeId id, NodeId before) { insert_before(id, nodes_[before].list[level_], before); }
+  void push_before(NodeId id, NodeId before) {
+    Node& node = nodes_[id];
+    const uint8_t index = nodes_[before].list[level_];
+    const NodeId prev = nodes_[before].link[level_].prev;
+    node.link[level_] = {prev, before};
+    node.list[level_] = index;
+    (prev == kNone ? lists_[index].head : nodes_[prev].link[level_].next) = id;
+    nodes_[before].link[level_].prev = id;
+    ++lists_[index].size;
+    ++size_;
+  }
 
   bool contains(NodeId id) const { return nodes_[id].list[level_] != kNoList; }
 
@@ -95,18 +112,6 @@ class EvictionOrder {
   int list_of(const Node& node) const {
     if (node.priority) return kPriority + node.priority - 1;
     return policy_ == Policy::kTwoQueue && level_ == kDevice && !node.has(kHot) ? kProbation : kMain;
-  }
-
-  void insert_before(NodeId id, int list_index, NodeId before) {
-    List& list = lists_[list_index];
-    Node& node = nodes_[id];
-    const NodeId prev = before == kNone ? list.tail : nodes_[before].link[level_].prev;
-    node.link[level_] = {prev, before};
-    node.list[level_] = static_cast<uint8_t>(list_index);
-    (prev == kNone ? list.head : nodes_[prev].link[level_].next) = id;
-    (before == kNone ? list.tail : nodes_[before].link[level_].prev) = id;
-    ++list.size;
-    ++size_;
   }
 
   FlatArray<Node>& nodes_;

@@ -37,7 +37,7 @@ class TokenHash {
   }
 
   // Hash of the block of num_tokens tokens whose parent has the hash parent. Never 0 unless the mask forces it.
-  uint64_t block(uint64_t parent, const int32_t* tokens, size_t num_tokens, std::string_view extra) const {
+  inline uint64_t block(uint64_t parent, const int32_t* tokens, size_t num_tokens, std::string_view extra) const {
     uint64_t hash = mix(parent ^ secret_[0], body(reinterpret_cast<const char*>(tokens), num_tokens * 4) ^ secret_[1]);
     if (!extra.empty()) hash = mix(hash ^ body(extra.data(), extra.size()), secret_[2] ^ extra.size());
     return hash & mask_;

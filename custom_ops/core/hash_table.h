@@ -46,16 +46,22 @@ class HashTable {
     return kNone;
   }
 
-  // First entry from the hash's home on for which equals(id) holds; kNone when there is none.
+  // First entry from the hash's home on for which equals(id) holds; kNone when there is none. *empty is the slot where
+  // the search ended then: insert_at may put the entry there, until the table is next changed.
   template <typename Equals>
-  NodeId find(uint64_t hash, Equals equals) const {
+  NodeId find(uint64_t hash, Equals equals, size_t* empty = nullptr) const {
     const uint32_t tag = tag_of(hash);
     for (size_t i = home(tag);; i = (i + 1) & mask_) {
-      const Slot& slot = slots_[i];
-      if (!slot.id_plus_1) return kNone;
+      const Slot slot = slots_[i];
+      if (!slot.id_plus_1) {
+        if (empty) *empty = i;
+        return kNone;
+      }
       if (slot.tag == tag && equals(slot.id_plus_1 - 1)) return slot.id_plus_1 - 1;
     }
   }
+
+  void insert_at(size_t slot, uint64_t hash, NodeId id) { slots_[slot] = {tag_of(hash), id + 1}; }
 
   void insert(uint64_t hash, NodeId id) {
     const uint32_t tag = tag_of(hash);

@@ -69,7 +69,7 @@ void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_token
   request->images = std::move(images);
   request->priority = static_cast<uint8_t>(priority);
   request->ttl_s = ttl_s;
-  uses_priorities_ |= priority > 0;
+  if (priority > 0) uses_priorities_.store(true, std::memory_order_relaxed);
   refresh_epoch(*request);
   requests_.emplace(key_, std::move(request));
 }
@@ -158,35 +158,31 @@ int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
   request.computed = num_computed_tokens;
   const int64_t full = num_computed_tokens / size;
   if (!options_.enable_prefix_caching || request.epoch != epoch_) return request.shared;
-  for (int64_t from = request.shared; from < full;) {
-    const int64_t to = std::min(full, from + 16);
-    index_.prepare(query_of(request), from, to);
-    for (; from < to; ++from) publish_block(request, from, true);
+  claim_known(request, full);
+  if (request.shared < full) {
+    const int64_t duplicates = index_.publish(query_of(request), full, request.path, request.table.data());
+    counters_.duplicate_blocks += duplicates;
+    counters_.published_blocks += full - request.shared - duplicates;
+    request.shared = full;
   }
   return request.shared;
 }
 
-void Manager::publish_block(Request& request, int64_t block, bool findable) {
-  const int64_t known = static_cast<int64_t>(request.path.size());
-  const Query query = query_of(request);
-  NodeId id = block < known ? request.path[block] : kNone;
-  if (block >= known) {
-    const NodeId parent = known ? request.path.back() : kNone;
-    if (findable) id = index_.find(parent, query, block);
-    if (id == kNone) id = index_.insert(parent, query, block, findable);
-    index_.move_hold_down(id);
-    request.path.push_back(id);
+// A match may have found blocks on the host only. They are held already; those below `full` get their device copy now.
+void Manager::claim_known(Request& request, int64_t full) {
+  const int64_t known = std::min(full, static_cast<int64_t>(request.path.size()));
+  for (; request.shared < known; ++request.shared) {
+    BlockId& own = request.table[request.shared];
+    const NodeId id = request.path[request.shared];
+    if (index_.node(id).block[kDevice] == kNone) {
+      index_.attach(id, kDevice, own);
+      ++counters_.published_blocks;
+    } else {
+      device_.free(own);
+      own = index_.node(id).block[kDevice];
+      ++counters_.duplicate_blocks;
+    }
   }
-  const BlockId published = index_.node(id).block[kDevice];
-  if (published == kNone) {
-    index_.attach(id, kDevice, request.table[block]);
-    ++counters_.published_blocks;
-  } else {
-    device_.free(request.table[block]);
-    request.table[block] = published;
-    ++counters_.duplicate_blocks;
-  }
-  request.shared = block + 1;
 }
 
 void Manager::drop_blocks(Request& request) {

@@ -9,6 +9,7 @@
 // Always holds (check() recomputes it): free + evictable + held = num_blocks at each level, no block in two sets.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -68,8 +69,8 @@ class Manager {
 
   // Blocks for the confirmed tokens and num_drafts more; all or nothing.
   bool try_reserve(std::string_view id, int64_t num_drafts, std::vector<BlockId>& ids);
-  // Give back the blocks past the confirmed tokens; returns how many.
-  int64_t trim(std::string_view id);
+  // Append accepted tokens and give back the blocks past them; returns how many.
+  int64_t confirm(std::string_view id, const int32_t* tokens, int64_t num_tokens);
   std::vector<BlockCopy> fork(std::string_view parent, std::string_view child);
 
   int64_t pin(std::string_view id, int64_t num_blocks);
@@ -91,11 +92,21 @@ class Manager {
   }
   int64_t num_tokens(std::string_view id);
   int64_t num_computed_tokens(std::string_view id);
-  std::vector<Digest> digests(std::string_view id, int64_t num_blocks);
+
+  // Make sure that the digests of the leading num_blocks full blocks (-1: all) are known; returns how many those are.
+  int64_t compute_digests(std::string_view id, int64_t num_blocks);
+  // Calls fn(digests of the leading num_blocks blocks) under the lock.
+  template <typename Fn>
+  void with_digests(std::string_view id, int64_t num_blocks, Fn fn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Request& request = get(id);
+    if (static_cast<int64_t>(request.digests.size()) < num_blocks) throw RequestFault("the request was reopened");
+    fn(request.digests.data());
+  }
   bool is_open(std::string_view id);
   int64_t num_open();
   int32_t block_size() const { return options_.block_size; }
-  bool uses_priorities();
+  bool uses_priorities() const { return uses_priorities_.load(std::memory_order_relaxed); }
   LevelCounts counts(Level level);
   Counters counters();
   int64_t bookkeeping_bytes();
@@ -106,12 +117,12 @@ class Manager {
   int64_t available() const;
   void need_known_pool() const;
   bool take(Request& request, int64_t count, std::vector<BlockId>& ids);
+  void claim_known(Request& request, int64_t full);
   void drop_blocks(Request& request);
   void refresh_epoch(Request& request) { request.epoch = epoch_; }
   void drop_pin(NodeId end);
   void forget_everything();
   int64_t held_from(BlockId limit) const;
-  void publish_block(Request& request, int64_t block, bool findable);
   Query query_of(Request& request) { return {request.tokens.data(), request.extras, request.hashes}; }
 
   std::mutex mutex_;
@@ -126,7 +137,7 @@ class Manager {
   std::unordered_map<NodeId, int64_t> pinned_;   // node -> pins that cover it
   int64_t next_pin_ = 1;
   uint64_t epoch_ = 0;
-  bool uses_priorities_ = false;
+  std::atomic<bool> uses_priorities_{false};
   double now_s_ = 0;
   Counters counters_;
 };

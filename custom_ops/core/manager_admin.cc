@@ -58,11 +58,6 @@ void Manager::tick(double now_s) {
   index_.expire(now_s_);
 }
 
-bool Manager::uses_priorities() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return uses_priorities_;
-}
-
 int64_t Manager::num_tokens(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return get(id).num_tokens();

@@ -21,13 +21,14 @@ bool Manager::try_reserve(std::string_view id, int64_t num_drafts, std::vector<B
   return take(request, std::max<int64_t>(0, blocks - request.num_blocks()), ids);
 }
 
-int64_t Manager::trim(std::string_view id) {
+int64_t Manager::confirm(std::string_view id, const int32_t* tokens, int64_t num_tokens) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
+  request.tokens.insert(request.tokens.end(), tokens, tokens + num_tokens);
   const int64_t size = options_.block_size;
   const int64_t keep = std::max(request.shared, (request.num_tokens() + size - 1) / size);
-  int64_t given_back = 0;
-  for (; request.num_blocks() > keep; ++given_back) {
+  const int64_t given_back = std::max<int64_t>(0, request.num_blocks() - keep);
+  for (int64_t i = 0; i < given_back; ++i) {
     device_.free(request.table.back());
     request.table.pop_back();
   }
@@ -45,8 +46,9 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
   if (partial && available() < 1) throw OutOfBlocksFault(1, available(), device_.num_blocks(), kDevice);
   // What publish did not publish (caching is off, or the weights changed) is shared all the same, without being
   // findable.
-  index_.prepare(query_of(parent), parent.shared, full);
-  while (parent.shared < full) publish_block(parent, parent.shared, false);
+  claim_known(parent, full);
+  for (; parent.shared < full; ++parent.shared)
+    index_.share_privately(query_of(parent), parent.path, parent.table[parent.shared]);
   auto child = std::make_unique<Request>(parent);
   child->id = std::string(child_id);
   child->counted = true;
@@ -103,7 +105,7 @@ void Manager::drop_pin(NodeId end) {
   index_.unhold_one(end);
 }
 
-std::vector<Digest> Manager::digests(std::string_view id, int64_t num_blocks) {
+int64_t Manager::compute_digests(std::string_view id, int64_t num_blocks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
   const int64_t size = options_.block_size;
@@ -119,7 +121,7 @@ std::vector<Digest> Manager::digests(std::string_view id, int64_t num_blocks) {
                                            applies ? std::string_view(extra->bytes) : std::string_view(),
                                            request.tokens.data() + block * size, static_cast<size_t>(size)));
   }
-  return {request.digests.begin(), request.digests.begin() + num_blocks};
+  return num_blocks;
 }
 
 }  // namespace fastkv::core

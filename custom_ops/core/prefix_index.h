@@ -5,13 +5,21 @@
 // -> node), extras_ (identity bytes of the few nodes that have any), one EvictionOrder a level. A fast hash proposes a
 // node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's KV.
 //
-//     match     walks a request's blocks in chunks: hash chunk k+2 and prefetch its table slots, prefetch the nodes and
-//               tokens of chunk k+1, compare chunk k. The walk waits for memory about once a chunk, not twice a block.
+// match and publish run as software pipelines over a request's blocks, so that they wait for memory a few times a
+// request and not twice a block:
+//
+//     match      block i + 24: hash it, prefetch its table slot     publish   block i + 12: hash it, prefetch its slot
+//     and
+//                block i + 12: read the slot, prefetch the node               the node and tokens that it will write
+//                block i     : compare parent and tokens                      block i: find or insert
 //
 // Cost: match, publish and evict O(1) a block expected; hold and unhold O(1) a block that changes between held and
-// unheld; everything else O(1), except invalidate, clear, shrink and check: O(nodes).
+// unheld; everything else O(1), except invalidate, shrink and check: O(nodes).
 // Always holds (check() recomputes it): a node with a copy at a level has its parent there or at a faster level; a node
 // is in the eviction order of a level exactly when it has a copy there and no holder; a node without a copy leaves.
+//
+// prefix_index.cc: match, publish. prefix_index_evict.cc: holds, eviction, removal. prefix_index_admin.cc: resize,
+// invalidate, check. prefix_index_priority.cc: priorities.
 #pragma once
 
 #include <limits>
@@ -35,11 +43,17 @@ struct Extra {
   std::string bytes;
 };
 
-// A request as the index sees it. extras are sorted by block; hashes are those of the leading blocks, grown on demand.
+// Hashes of a request's leading blocks, computed on demand; append-only, as the tokens are.
+struct HashRow {
+  std::vector<uint64_t> row;
+  int64_t known = 0;
+};
+
+// A request as the index sees it. extras are sorted by block.
 struct Query {
   const int32_t* tokens;
   const std::vector<Extra>& extras;
-  std::vector<uint64_t>& hashes;
+  HashRow& hashes;
 };
 
 class PrefixIndex {
@@ -53,7 +67,9 @@ class PrefixIndex {
   int64_t num_evicted(Level level) const { return evicted_[level]; }
   const Node& node(NodeId id) const { return nodes_[id]; }
   const int32_t* tokens(NodeId id) const { return &tokens_[static_cast<size_t>(id) * block_size_]; }
-  std::string_view extra(NodeId id) const;
+  std::string_view extra(NodeId id) const {
+    return nodes_[id].has(kHasExtra) ? std::string_view(extras_.at(id)) : std::string_view();
+  }
   // Evictable device blocks with ids >= limit; O(nodes).
   int64_t num_evictable_from(BlockId limit) const;
   // Bytes of everything but the tokens.
@@ -75,7 +91,7 @@ class PrefixIndex {
   // Fit the arrays to the pools; called when a pool grows.
   void reserve();
 
-  // Append to path the nodes of the longest findable prefix of at most max_blocks blocks that has a copy somewhere.
+  // Put into path the nodes of the longest findable prefix of at most max_blocks blocks that has a copy somewhere.
   void match(const Query& query, int64_t max_blocks, std::vector<NodeId>& path);
 
   // A match gave the node to a request. counts: it is the request's first since it was opened or preempted.
@@ -85,24 +101,21 @@ class PrefixIndex {
     node.hits = static_cast<uint16_t>(node.hits + (counts && node.hits != UINT16_MAX));
   }
 
-  // Hash, and prefetch what publish will touch, for blocks [from, to) of the query.
-  void prepare(const Query& query, int64_t from, int64_t to);
+  // Make blocks [path.size(), to) of the query findable, held through path: the caller's hold ends at path.back()
+  // before and after. table[i] is block i's device block; where another copy is published already, the block is freed
+  // and table[i] becomes the published one. Returns how many were.
+  int64_t publish(const Query& query, int64_t to, std::vector<NodeId>& path, BlockId* table);
 
-  // The child of parent with the content of the query's block; kNone when there is none. The block is prepared.
-  NodeId find(NodeId parent, const Query& query, int64_t block) const;
+  // The same for one block, without making it findable.
+  void share_privately(const Query& query, std::vector<NodeId>& path, BlockId block);
 
-  // A new node with that content, no copies and no holders. findable = false makes it anonymous.
-  NodeId insert(NodeId parent, const Query& query, int64_t block, bool findable);
-
+  // A held node gets its copy at a level, or loses it.
   void attach(NodeId id, Level level, BlockId block);
   void detach(NodeId id, Level level);
 
   // Take or give back one hold that ends at the last node of path (path[i] is the parent of path[i+1]).
   void hold(const NodeId* path, int64_t count);
   void unhold(const NodeId* path, int64_t count);
-  // One step deeper for a hold that ended at the node's parent and now ends at the node.
-  void move_hold_down(NodeId id);
-  void hold_one(NodeId id);
   void unhold_one(NodeId id);
 
   // Take count blocks from the eviction order; the caller has made sure that as many are evictable.
@@ -138,14 +151,17 @@ class PrefixIndex {
     bool operator<(const Expiry& other) const;
   };
 
+  std::string_view extra_of(const Query& query, int64_t block) const;
   bool same(NodeId id, NodeId parent, const int32_t* tokens, std::string_view extra) const;
-  bool is_listed(const Node& node, Level level) const;
+  NodeId find(NodeId parent, const Query& query, int64_t block, size_t* empty) const;
+  uint64_t hash(const Query& query, int64_t block) const;
+  void prefetch_row(NodeId id, bool write) const;
+  NodeId insert(NodeId parent, const Query& query, int64_t block);
   void let_go(NodeId id);
   void pick_up(NodeId id);
+  void pick_up_now(Node& node, NodeId id);
   void remove(NodeId id);
   void remove_subtree(NodeId id);
-  void hash_to(const Query& query, int64_t blocks);
-  static std::string_view extra_of(const Query& query, int64_t block);
 
   const int32_t block_size_;
   BlockPool* const pools_[kLevels];

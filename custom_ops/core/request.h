@@ -26,7 +26,7 @@ struct Request {
   std::vector<int32_t> tokens;
   std::vector<Extra> extras;
   std::vector<Span> images;
-  std::vector<uint64_t> hashes;
+  HashRow hashes;
   std::vector<NodeId> path;
   std::vector<BlockId> table;
   std::vector<Digest> digests;
@@ -46,7 +46,7 @@ struct Request {
     for (auto* row : {&tokens, &path, &table}) row->clear();
     extras.clear();
     images.clear();
-    hashes.clear();
+    hashes.known = 0;
     digests.clear();
     shared = computed = counted_hits = 0;
     counted = false;

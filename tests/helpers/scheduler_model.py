@@ -226,7 +226,7 @@ class SchedulerModel:
         self.evicted += len(past)
         self.blocks = [b for b in self.blocks if b not in gone and b not in past]
 
-    # -- priorities -----------------------------------------------------------------------------------------------------
+    # -- priorities --------------------------------------------------------------------------------------------------
 
     def _raise_priority(self, path: list[ModelBlock], priority: int, expiry: float) -> None:
         for block in path:

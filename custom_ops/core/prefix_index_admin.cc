@@ -1,60 +1,10 @@
-// The rarer half of PrefixIndex: removing subtrees, resizing, invalidating, and the check of every invariant.
+// The rare calls of PrefixIndex: resizing, invalidating, and the check of every invariant.
 #include <string>
 #include <vector>
 
 #include "prefix_index.h"
 
 namespace fastkv::core {
-
-// Take a node without children out of the tree and give its slot back.
-void PrefixIndex::remove(NodeId id) {
-  Node& node = nodes_[id];
-  for (const Level level : {kDevice, kHost})
-    if (node.block[level] != kNone) detach(id, level);
-  if (!node.has(kUnfindable)) table_.erase(node.hash, id);
-  if (node.parent != kNone) {
-    Node& parent = nodes_[node.parent];
-    (node.prev_sibling == kNone ? parent.first_child : nodes_[node.prev_sibling].next_sibling) = node.next_sibling;
-    if (node.next_sibling != kNone) nodes_[node.next_sibling].prev_sibling = node.prev_sibling;
-  }
-  if (node.has(kHasExtra)) extras_.erase(id);
-  if (static_cast<size_t>(id) < lives_.size()) ++lives_[id].generation;
-  --num_nodes_;
-  if (node.has(kArriving)) {  // a copy is being written for it: the slot waits for the copy to land
-    node.flags = kInUse | kUnfindable | kArriving | kDropOnArrival;
-    node.parent = kNone;
-    return;
-  }
-  node.flags = 0;
-  free_nodes_.push_back(id);
-}
-
-// Take out a node and everything below it, children first.
-void PrefixIndex::remove_subtree(NodeId id) {
-  for (NodeId at = id;;) {
-    while (nodes_[at].first_child != kNone) at = nodes_[at].first_child;
-    const NodeId parent = nodes_[at].parent;
-    remove(at);
-    if (at == id) return;
-    at = parent;
-  }
-}
-
-void PrefixIndex::drop(NodeId id, Level level) {
-  if (nodes_[id].block[level] == kNone) return;
-  for (NodeId at = id;;) {
-    while (level == kDevice && nodes_[at].device_children) {  // children go before parents
-      at = nodes_[at].first_child;
-      while (nodes_[at].block[kDevice] == kNone) at = nodes_[at].next_sibling;
-    }
-    const NodeId parent = nodes_[at].parent;
-    detach(at, level);
-    ++evicted_[level];
-    if (!nodes_[at].resident() && !nodes_[at].has(kArriving)) remove_subtree(at);
-    if (at == id) return;
-    at = parent;
-  }
-}
 
 int64_t PrefixIndex::num_evictable_from(BlockId limit) const {
   int64_t count = 0;

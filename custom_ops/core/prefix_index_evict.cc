@@ -1,0 +1,141 @@
+// Holds, eviction and removal of nodes.
+#include "prefix_index.h"
+
+namespace fastkv::core {
+
+void PrefixIndex::attach(NodeId id, Level level, BlockId block) {
+  Node& node = nodes_[id];
+  node.block[level] = block;
+  if (level == kDevice && node.parent != kNone) ++nodes_[node.parent].device_children;
+}
+
+inline void PrefixIndex::detach(NodeId id, Level level) {
+  Node& node = nodes_[id];
+  if (node.list[level] != kNoList) order_[level].remove(id);
+  pools_[level]->free(node.block[level]);
+  node.block[level] = kNone;
+  if (level == kDevice && node.parent != kNone) --nodes_[node.parent].device_children;
+}
+
+// The node is held from now on.
+inline void PrefixIndex::pick_up_now(Node& node, NodeId id) {
+  if (node.list[kDevice] != kNoList) order_[kDevice].remove(id);
+  if (node.list[kHost] != kNoList) order_[kHost].remove(id);
+}
+
+void PrefixIndex::pick_up(NodeId id) { pick_up_now(nodes_[id], id); }
+
+// Nobody holds the node from now on. It may leave at once, and its slot with it.
+inline void PrefixIndex::let_go(NodeId id) {
+  Node& node = nodes_[id];
+  if (node.has(kUnfindable)) return remove_subtree(id);
+  if (node.block[kDevice] >= device_limit_) {
+    drop(id, kDevice);
+    if (!node.has(kInUse)) return;
+  }
+  if (node.block[kDevice] != kNone) order_[kDevice].push(id);
+  if (node.block[kHost] != kNone) order_[kHost].push(id);
+}
+
+void PrefixIndex::hold(const NodeId* path, int64_t count) {
+  for (int64_t i = count - 1; i >= 0; --i) {
+    if (i >= 8) __builtin_prefetch(&nodes_[path[i - 8]], 1);
+    Node& node = nodes_[path[i]];
+    if (node.holders++ != 0) return;
+    pick_up_now(node, path[i]);
+  }
+}
+
+void PrefixIndex::unhold(const NodeId* path, int64_t count) {
+  for (int64_t i = count - 1; i >= 0; --i) {
+    if (i >= 8) __builtin_prefetch(&nodes_[path[i - 8]], 1);
+    if (--nodes_[path[i]].holders != 0) return;
+    let_go(path[i]);
+  }
+}
+
+void PrefixIndex::unhold_one(NodeId id) {
+  while (id != kNone && --nodes_[id].holders == 0) {
+    const NodeId parent = nodes_[id].parent;
+    let_go(id);
+    id = parent;
+  }
+}
+
+void PrefixIndex::evict(Level level, int64_t count) {
+  EvictionOrder& order = order_[level];
+  NodeId ahead = order.victim();  // what will go some evictions later: its table slot is fetched now
+  for (int64_t i = 0; i < 8 && i < count && ahead != kNone; ++i) {
+    table_.prefetch(nodes_[ahead].hash);
+    ahead = order.after(ahead);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (ahead != kNone) {
+      table_.prefetch(nodes_[ahead].hash);
+      ahead = order.after(ahead);
+    }
+    const NodeId id = order.victim();
+    if (id == kNone) throw InvariantFault("an eviction order is shorter than its count");
+    Node& node = nodes_[id];
+    if (ghosts_ && level == kDevice && node.list[kDevice] == EvictionOrder::kProbation) ghosts_->add(node.hash);
+    detach(id, level);
+    if (node.resident() || node.has(kArriving)) continue;
+    if (node.first_child == kNone)
+      remove(id);
+    else
+      remove_subtree(id);
+  }
+  evicted_[level] += count;
+}
+
+// Take a node without children out of the tree and give its slot back.
+inline void PrefixIndex::remove(NodeId id) {
+  Node& node = nodes_[id];
+  for (const Level level : {kDevice, kHost})
+    if (node.block[level] != kNone) detach(id, level);
+  if (!node.has(kUnfindable)) table_.erase(node.hash, id);
+  if (node.parent != kNone) {
+    Node& parent = nodes_[node.parent];
+    (node.prev_sibling == kNone ? parent.first_child : nodes_[node.prev_sibling].next_sibling) = node.next_sibling;
+    if (node.next_sibling != kNone) nodes_[node.next_sibling].prev_sibling = node.prev_sibling;
+  }
+  if (node.has(kHasExtra)) extras_.erase(id);
+  if (static_cast<size_t>(id) < lives_.size()) ++lives_[id].generation;
+  --num_nodes_;
+  if (node.has(kArriving)) {  // a copy is being written for it: the slot waits for the copy to land
+    node.flags = kInUse | kUnfindable | kArriving | kDropOnArrival;
+    node.parent = kNone;
+    return;
+  }
+  node.flags = 0;
+  free_nodes_.push_back(id);
+}
+
+// Take out a node and everything below it, children first.
+void PrefixIndex::remove_subtree(NodeId id) {
+  for (NodeId at = id;;) {
+    while (nodes_[at].first_child != kNone) at = nodes_[at].first_child;
+    const NodeId parent = nodes_[at].parent;
+    remove(at);
+    if (at == id) return;
+    at = parent;
+  }
+}
+
+void PrefixIndex::drop(NodeId id, Level level) {
+  if (nodes_[id].block[level] == kNone) return;
+  for (NodeId at = id;;) {
+    while (level == kDevice && nodes_[at].device_children) {  // children go before parents
+      at = nodes_[at].first_child;
+      while (nodes_[at].block[kDevice] == kNone) at = nodes_[at].next_sibling;
+    }
+    const NodeId parent = nodes_[at].parent;
+    detach(at, level);
+    ++evicted_[level];
+    if (!nodes_[at].resident() && !nodes_[at].has(kArriving)) remove_subtree(at);
+    if (at == id) return;
+    at = parent;
+  }
+}
+
+}  // namespace fastkv::core

@@ -9,7 +9,7 @@ import pytest
 from helpers.attention_kinds import VOCAB_SIZE, kind_config
 
 from fastkv import Config
-from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind
+from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind, ScaleKind
 from fastkv.engine import mla, recompute
 from fastkv.engine.evaluation import EvaluationText, PagedModel, StorageQuality, evaluate
 from fastkv.engine.mla import MlaModel
@@ -62,8 +62,11 @@ def test_evaluation_reference_agrees_with_itself(gqa_rows: dict[str, StorageQual
 
 def test_evaluation_rows_say_what_is_stored(gqa_rows: dict[str, StorageQuality]) -> None:
     assert list(gqa_rows) == [row.name for row in STORAGE_DTYPES.values()]
-    # 2 layers x keys and values x 2 heads x 8 channels, in float32, in one byte, in half a byte; 2 x 2 x 2 scales
-    expected = dict.fromkeys(gqa_rows, 64.0) | {"none": 256.0, "block_wise_fp8": 64.0 + 32.0, "int4_zp": 32.0}
+    # 2 layers x keys and values x 2 heads x 8 channels, in float32 when not quantised; dynamic types: 2 x 2 x 2 scales
+    expected = {
+        storage.name: 64 * (storage.bits or 32) / 8 + 8 * 4 * (storage.scales is ScaleKind.DYNAMIC)
+        for storage in STORAGE_DTYPES.values()
+    }
     assert {name: row.bytes_per_token for name, row in gqa_rows.items()} == expected
     dtypes = {name: row.storage_dtype for name, row in gqa_rows.items()}
     assert dtypes == dict.fromkeys(gqa_rows, "uint8") | {"none": "float32"}

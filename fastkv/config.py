@@ -27,6 +27,7 @@ ENV_PREFIX = "FASTKV_"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Size = int | float | str
 
 
@@ -91,6 +92,28 @@ class CacheConfig(_Section, frozen=True):
     host_memory: Size | None = None
     num_host_blocks: NonNegative | None = None
     enable_prefix_caching: bool = True
+    # when a block is copied to the host: once it is computed, once it was found often enough, or when it must leave
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    write_through_threshold: Positive = 2  # of write_through_selective: copied from this many matches on
+    copy_threads: Positive = 2  # that move blocks between device and host
+    transfer_timeout_s: Seconds = 30.0  # after that a copy counts as failed and its step is computed again
+
+
+class StorageConfig(_Section, frozen=True):
+    """The level below the host cache: records of blocks that outlive the process."""
+
+    path: str
+    max_bytes: Size
+    backend: Literal["file"] = "file"
+    durability: Literal["process", "disk"] = "process"  # what a stored record survives; see fastkv.storage.base
+    segment_bytes: Size = "256MiB"
+    io_threads: Positive = 2
+    lookup_timeout_s: Seconds = 0.05  # how long the scheduler may ask what is there
+    get_timeout_s: Seconds = 2.0  # how long a waiting request waits for its blocks
+    put_timeout_s: Seconds = 30.0
+    max_queued_records: Positive = 256  # that wait to be written; more are dropped
+    failure_limit: Positive = 3  # failures in a row after which the backend is left alone ...
+    cooldown_s: Seconds = 5.0  # ... for this long
 
 
 class SchedulerConfig(_Section, frozen=True):
@@ -109,6 +132,7 @@ class Config(_Section, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    storage: StorageConfig | None = None
     base_dir: str = "."  # relative file names in the config start here
 
     def cache_spec(self) -> CacheSpec:
@@ -228,6 +252,8 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "cache.manager v0 owns device caches only; remove cache.host_memory and cache.num_host_blocks or use v1"
         )
+    if config.storage is not None:
+        _check_storage(config.storage, cache)
     if cache.host_memory is not None and isinstance(cache.host_memory, float):
         raise ConfigError(f"cache.host_memory {cache.host_memory} must be a size such as 4GiB, not a fraction")
     if (cache.device_memory is None) == (cache.num_device_blocks is None):
@@ -246,6 +272,23 @@ def _check(config: Config) -> None:
             with _at(key):
                 MemoryBudget.parse(value)
     config.cache_spec()
+
+
+def _check_storage(storage: StorageConfig, cache: CacheConfig) -> None:
+    if not (cache.host_memory or cache.num_host_blocks):
+        raise ConfigError(
+            "storage: records pass through the host cache, and there is none; set cache.host_memory (with "
+            "cache.manager v1) or remove the storage section"
+        )
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            "storage: without prefix caching nothing is ever found; set cache.enable_prefix_caching: true"
+        )
+    for key in ("max_bytes", "segment_bytes"):
+        value = getattr(storage, key)
+        with _at(f"storage.{key}"):
+            if isinstance(value, float) or MemoryBudget.parse(value).resolve(None) < 1:
+                raise ConfigError(f"{value!r} must be a size of at least 1 byte, such as 4GiB")
 
 
 def _main_geometry(model: ModelConfig) -> AttentionGeometry:

@@ -113,7 +113,7 @@ def naive_copy(
 
 class FaultyCopier:
     """A BlockCopier that does something at its Nth call (from 0): "fail", "scribble" (half a copy, then fail) or
-    "stall" (until `resume` is set). Counts calls; -1 does nothing."""
+    "stall" (until `resume` is set). Counts calls; -1 does nothing. While `gate` is clear every call waits."""
 
     def __init__(self, inner: BlockCopier, at: int = -1, what: str = "fail") -> None:
         self.inner, self.at, self.what = inner, at, what
@@ -121,6 +121,8 @@ class FaultyCopier:
         self.log: list[tuple[Direction, list[int], list[int], range]] = []
         self.resume = threading.Event()
         self.stalled = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +133,7 @@ class FaultyCopier:
 
     def copy(self, direction: Direction, device_ids: Any, host_ids: Any, layers: range) -> None:
         call, self.calls = self.calls, self.calls + 1
+        assert self.gate.wait(30)
         self.log.append((direction, device_ids.tolist(), host_ids.tolist(), layers))
         if call == self.at:
             if self.what == "stall":

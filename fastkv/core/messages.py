@@ -92,10 +92,19 @@ class Poll(Message, frozen=True):
 
 
 class PollResult(Message, frozen=True):
-    """Answer to a Poll: transfers that ended."""
+    """Answer to a Poll.
+
+    Attributes:
+        plan_id: the Poll's.
+        acks: transfers that ended.
+        storage_counters: events of this rank's storage so far, by name; empty without storage.
+        storage_error: text of its last fault, or "".
+    """
 
     plan_id: int
     acks: tuple[TransferAck, ...] = ()
+    storage_counters: dict[str, int] = {}
+    storage_error: str = ""
 
 
 class ResetCache(Message, frozen=True):
@@ -138,6 +147,7 @@ class WorkerReady(Message, frozen=True):
             the device, host payload.
         vocab_size: token ids are below it.
         weights_fingerprint: names the model's weights.
+        storage_namespace: what the stored records belong to (StorageNamespace.to_json); empty without storage.
     """
 
     num_device_blocks: int
@@ -148,6 +158,7 @@ class WorkerReady(Message, frozen=True):
     host_cache_bytes: int
     vocab_size: int
     weights_fingerprint: str
+    storage_namespace: bytes = b""
 
 
 class Done(Message, frozen=True):

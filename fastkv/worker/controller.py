@@ -22,11 +22,12 @@ from fastkv.core.spec import Level, Role
 from fastkv.core.transfers import TransferAck, TransferPlan
 from fastkv.errors import ConfigError, TransferError
 from fastkv.ops import LayerCache
-from fastkv.worker.copy_engine import CopyEngine, StorageAccess
+from fastkv.worker.copy_engine import CopyEngine
 from fastkv.worker.device_caches import DeviceCaches
 from fastkv.worker.memory import release_array, release_tensors
 from fastkv.worker.records import BlockCopier, RecordCopier
 from fastkv.worker.static_scales import LayerScales, load_static_scales
+from fastkv.worker.storage_access import StorageAccess
 from fastkv.worker.tensors import ByteArray, allocate_host_records
 from fastkv.worker.ticket import Ticket
 
@@ -191,6 +192,11 @@ class CacheController:
         if self._host is None or self._engine is not None:
             raise ConfigError("attach storage after initialize_host_cache and before the first submit")
         self._storage = storage
+
+    @property
+    def storage(self) -> StorageAccess | None:
+        """The attached storage."""
+        return self._storage
 
     def submit(self, plan: TransferPlan) -> Ticket:
         """Start a transfer plan; it runs beside whatever else runs.

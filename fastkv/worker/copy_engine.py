@@ -27,38 +27,15 @@ from typing import TypeAlias
 from fastkv.core.spec import Level
 from fastkv.core.transfers import Ids, TransferAck, TransferFailure, TransferPlan, TransferStage, check_plan
 from fastkv.errors import TransferError
-from fastkv.storage.base import Buffer, GetOutcome, PutOutcome, deadline_in
-from fastkv.storage.ticket import StorageTicket
-from fastkv.storage.write_behind import StorageWorker
+from fastkv.storage.base import PutOutcome
 from fastkv.worker.records import BlockCopier, Direction
+from fastkv.worker.storage_access import AnyStorageTicket, StorageAccess
 from fastkv.worker.tensors import ByteArray
 from fastkv.worker.ticket import Ticket
 
 _PIECE_BYTES = 4 << 20  # of a copy that others may have to wait for: about half a millisecond
 _LAYER_PIECE_BYTES = 512 << 10  # layers smaller than this land together
 _STORAGE_TICK_S = 0.002  # how late the end of a storage batch behind an unfinished one may be noticed
-
-_StorageTicket: TypeAlias = "StorageTicket[PutOutcome] | StorageTicket[GetOutcome]"
-
-
-class StorageAccess:
-    """What the engine needs to know of storage: the lanes and how long a batch may take.
-
-    Args:
-        worker: background lanes over one rank's connector; closed by whoever made it.
-        put_timeout_s, get_timeout_s: what is not stored or read by then is not waited for.
-    """
-
-    def __init__(self, worker: StorageWorker, put_timeout_s: float = 30.0, get_timeout_s: float = 5.0) -> None:
-        self.worker, self.put_timeout_s, self.get_timeout_s = worker, put_timeout_s, get_timeout_s
-
-    def start(self, stage: TransferStage, host: ByteArray) -> _StorageTicket:
-        """Queue a stage's records. Never blocks: a full queue drops them, which its ticket says."""
-        if stage.destination is Level.STORAGE:
-            buffers: list[Buffer] = [host[i] for i in stage.ids(Level.HOST).tolist()]
-            return self.worker.submit_put(stage.digest_list(), buffers, deadline_in(self.put_timeout_s))
-        buffers = [host[i] for i in stage.ids(Level.HOST).tolist()]
-        return self.worker.submit_get(stage.digest_list(), buffers, deadline_in(self.get_timeout_s))
 
 
 class _Run:
@@ -112,7 +89,7 @@ class CopyEngine:
         self._changed = threading.Condition()
         self._loads: deque[_Run] = deque()
         self._background: deque[_Run] = deque()
-        self._stored: list[tuple[_Run, _StorageTicket]] = []
+        self._stored: list[tuple[_Run, AnyStorageTicket]] = []
         self._acks: list[TransferAck] = []
         self._num_unfinished = 0
         self._is_closed = False
@@ -292,7 +269,7 @@ class CopyEngine:
             for run, ticket in ended:
                 self._take_outcomes(run, ticket)
 
-    def _take_outcomes(self, run: _Run, ticket: _StorageTicket) -> None:
+    def _take_outcomes(self, run: _Run, ticket: AnyStorageTicket) -> None:
         """A storage batch is settled: its buffers are free and its outcomes known."""
         is_put = run.stage.destination is Level.STORAGE
         landed = bytes(

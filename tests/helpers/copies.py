@@ -61,11 +61,16 @@ def pattern(rank: int, layer: int, role: Role, block: int, nbytes: int) -> Bytes
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def _pattern_rank(controller: CacheController) -> int:
+    """Ranks that hold the same bytes hold rank 0's."""
+    return 0 if controller.spec.is_replicated else controller.rank
+
+
 def fill(controller: CacheController) -> None:
     """Give every block of every layer and role, scratch of MTP included, its own bytes."""
     for (layer, role), memory in device_memory(controller).items():
         for block in range(len(memory)):
-            memory[block] = pattern(controller.rank, layer, role, block, memory.shape[1])
+            memory[block] = pattern(_pattern_rank(controller), layer, role, block, memory.shape[1])
 
 
 def poison(controller: CacheController) -> None:
@@ -83,7 +88,9 @@ def wrong_pieces(controller: CacheController, holds: dict[int, int | None]) -> l
     wrong = []
     for (layer, role), memory in device_memory(controller).items():
         for block, source in holds.items():
-            expected: Any = POISON if source is None else pattern(controller.rank, layer, role, source, memory.shape[1])
+            expected: Any = (
+                POISON if source is None else pattern(_pattern_rank(controller), layer, role, source, memory.shape[1])
+            )
             if not (memory[block] == expected).all():
                 wrong.append(f"layer {layer} {role.value} block {block}")
     return wrong

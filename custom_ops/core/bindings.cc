@@ -102,9 +102,9 @@ py::object bind_manager(py::module_& module) {
       .def("reserve_drafts",
            [](PyManager& self, py::handle id, int64_t num_drafts) -> py::object {
              self.look_at_the_clock();
-             std::vector<BlockId> ids;
+             Row<BlockId> ids;
              if (!self.try_reserve(id_of(id), num_drafts, ids)) return py::none();
-             return to_array(ids);
+             return py::reinterpret_steal<py::object>(new_ids(ids.data(), ids.size()));
            })
       .def("confirm",
            [](PyManager& self, py::handle id, py::handle tokens) {
@@ -129,6 +129,7 @@ py::object bind_manager(py::module_& module) {
       .def("reset", &Manager::reset)
       .def("_invalidate", &Manager::invalidate)
       .def("is_open", [](PyManager& self, py::handle id) { return self.is_open(id_of(id)); })
+      .def_readwrite("_has_version", &PyManager::has_version)
       .def("_num_open", &Manager::num_open)
       .def("_write_rows_at",
            [](PyManager& self, const py::list& ids, uintptr_t address, int64_t room) {

@@ -32,10 +32,9 @@ class PyIndex {
 
   std::vector<NodeId> match(py::handle tokens, const std::vector<std::pair<int64_t, std::string>>& extras) {
     const Prefix prefix(tokens, extras);
-    std::vector<NodeId> path;
-    HashRow hashes;
-    index.match({prefix.view.data(), prefix.extras, hashes}, prefix.view.size() / index.block_size(), path);
-    return path;
+    Row<NodeId> path;
+    index.match({prefix.view.data(), prefix.extras}, prefix.view.size() / index.block_size(), path);
+    return {path.begin(), path.end()};
   }
 
   // Publish the leading blocks.size() blocks and hold them; blocks that are published already are swapped.
@@ -44,10 +43,9 @@ class PyIndex {
     const Prefix prefix(tokens, extras);
     const auto count = static_cast<int64_t>(blocks.size());
     if (count > prefix.view.size() / index.block_size()) throw RequestFault("more blocks than full blocks of tokens");
-    HashRow hashes;
-    std::vector<NodeId> path;
-    index.publish({prefix.view.data(), prefix.extras, hashes}, count, path, blocks.data());
-    return {path, blocks};
+    Row<NodeId> path;
+    index.publish({prefix.view.data(), prefix.extras}, count, path, blocks.data());
+    return {{path.begin(), path.end()}, blocks};
   }
 
   void evict(int64_t count) {
@@ -72,7 +70,8 @@ class PyIndex {
 
 void bind_parts(py::module_& module) {
   py::class_<BlockPool>(module, "BlockPool")
-      .def(py::init([](int32_t num_blocks, int level) { return new BlockPool(num_blocks, static_cast<Level>(level)); }))
+      .def(py::init(
+          [](int32_t num_blocks, int level) { return new BlockPool(num_blocks, static_cast<Level>(level), true); }))
       .def_property_readonly("num_blocks", &BlockPool::num_blocks)
       .def_property_readonly("num_free", &BlockPool::num_free)
       .def_property_readonly("num_draining", &BlockPool::num_draining)

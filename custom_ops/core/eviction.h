@@ -83,20 +83,95 @@ class EvictionOrder {
     --size_;
   }
 
-  // The node to evict now; kNone when nothing is evictable.
-  NodeId victim() const {
+  // Many pushes or removals in a row, with the counters in registers and neighbours in the list unlinked together: a
+  // counter in memory costs more than everything else here, because each update waits for the one before.
+  class Pusher {
+   public:
+    explicit Pusher(EvictionOrder& order) : order_(order) {}
+    ~Pusher() { flush(); }
+
+    void push(NodeId id, Node& node) {
+      const int index = order_.list_of(node);
+      if (index != index_) open(index);
+      node.link[order_.level_] = {tail_, kNone};
+      node.list[order_.level_] = static_cast<uint8_t>(index);
+      (tail_ == kNone ? order_.lists_[index].head : order_.nodes_[tail_].link[order_.level_].next) = id;
+      tail_ = id;
+      ++added_;
+    }
+
+    // Call it before anybody else uses the order.
+    void flush() {
+      if (index_ < 0) return;
+      order_.lists_[index_].tail = tail_;
+      order_.lists_[index_].size += added_;
+      order_.size_ += added_;
+      index_ = -1;
+    }
+
+   private:
+    void open(int index) {
+      flush();
+      index_ = index;
+      tail_ = order_.lists_[index].tail;
+      added_ = 0;
+    }
+
+    EvictionOrder& order_;
+    int index_ = -1;
+    NodeId tail_ = kNone;
+    int64_t added_ = 0;
+  };
+
+  class Remover {
+   public:
+    explicit Remover(EvictionOrder& order) : order_(order) {}
+    ~Remover() { flush(); }
+
+    void remove(NodeId id, Node& node) {
+      uint8_t& index = node.list[order_.level_];
+      if (count_ == 0 || next_ != id || index != index_) {
+        flush();
+        index_ = index;
+        before_ = node.link[order_.level_].prev;
+      }
+      next_ = node.link[order_.level_].next;
+      index = kNoList;
+      ++count_;
+    }
+
+    void flush() {
+      if (!count_) return;
+      List& list = order_.lists_[index_];
+      (before_ == kNone ? list.head : order_.nodes_[before_].link[order_.level_].next) = next_;
+      (next_ == kNone ? list.tail : order_.nodes_[next_].link[order_.level_].prev) = before_;
+      list.size -= count_;
+      order_.size_ -= count_;
+      count_ = 0;
+    }
+
+   private:
+    EvictionOrder& order_;
+    int index_ = 0;
+    NodeId before_ = kNone, next_ = kNone;
+    int64_t count_ = 0;
+  };
+
+  // The next victims: from head on, count nodes along link.next go in this order, as long as the order is not changed.
+  struct Victims {
+    NodeId head;
+    int64_t count;
+  };
+  Victims victims() const {
     const List& probation = lists_[kProbation];
     const List& main = lists_[kMain];
-    if (probation.size && (probation.size > probation_target_ || !main.size || nodes_[main.head].device_children))
-      return probation.head;
+    if (probation.size > probation_target_) return {probation.head, probation.size - probation_target_};
+    if (probation.size && (!main.size || nodes_[main.head].device_children)) return {probation.head, 1};
+    if (probation.size) return {main.head, 1};  // one at a time: the next head of kMain may have children
     for (int list = kMain; list < kLists; ++list)
-      if (lists_[list].size) return lists_[list].head;
-    return kNone;
+      if (lists_[list].size) return {lists_[list].head, lists_[list].size};
+    return {kNone, 0};
   }
-
-  // What follows id in its list: a guess at the next victim, to prefetch.
-  NodeId after(NodeId id) const { return nodes_[id].link[level_].next; }
-  NodeId head(int list) const { return lists_[list].head; }
 
   void clear() {
     for (List& list : lists_) list = List{};

@@ -22,12 +22,12 @@ struct PyMatch {
 
 PyTypeObject* match_type = nullptr;
 
-PyObject* new_match(Match&& found, int64_t block_size) {
+PyMatch* new_match(int64_t block_size) {
   PyMatch* self = PyObject_New(PyMatch, match_type);
   if (!self) throw py::error_already_set();
-  new (&self->found) Match(std::move(found));
+  new (&self->found) Match();
   self->block_size = block_size;
-  return reinterpret_cast<PyObject*>(self);
+  return self;
 }
 
 void delete_match(PyObject* self) {
@@ -49,17 +49,17 @@ PyObject* guarded(Fn fn) {
   return nullptr;
 }
 
-template <std::vector<BlockId> Match::* run>
+template <Row<BlockId> Match::* run>
 PyObject* get_run(PyObject* self, void*) {
-  const std::vector<BlockId>& ids = reinterpret_cast<PyMatch*>(self)->found.*run;
+  const Row<BlockId>& ids = reinterpret_cast<PyMatch*>(self)->found.*run;
   return guarded([&] { return new_ids(ids.data(), ids.size()); });
 }
 
 template <bool host_too>
 PyObject* get_tokens(PyObject* self, void*) {
   const auto* match = reinterpret_cast<PyMatch*>(self);
-  const size_t blocks = match->found.device_blocks.size() + (host_too ? match->found.host_blocks.size() : 0);
-  return PyLong_FromLongLong(static_cast<int64_t>(blocks) * match->block_size);
+  const int64_t blocks = match->found.device_blocks.size() + (host_too ? match->found.host_blocks.size() : 0);
+  return PyLong_FromLongLong(blocks * match->block_size);
 }
 
 PyGetSetDef match_properties[] = {
@@ -108,11 +108,22 @@ auto maybe_without_gil(bool release, Fn fn) {
 
 using Args = PyObject* const*;
 
-PyObject* open_plain(PyObject* self, Args args, Py_ssize_t count) {
+// open(request_id, tokens) of a request without identity or priority; everything else goes to the method
+// _open_described.
+PyObject* open(PyObject* self, Args args, Py_ssize_t count, PyObject* keywords) {
   return guarded([&] {
-    need(count, 2);
+    PyManager& manager = manager_of(self);
+    if (count != 2 || keywords || manager.has_version) {
+      const py::tuple positional(static_cast<size_t>(count));
+      for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(positional.ptr(), i, Py_NewRef(args[i]));
+      py::dict named;
+      for (Py_ssize_t i = 0; keywords && i < PyTuple_GET_SIZE(keywords); ++i)
+        named[PyTuple_GET_ITEM(keywords, i)] = py::handle(args[count + i]);
+      const py::object method = py::handle(self).attr("_open_described");
+      return PyObject_Call(method.ptr(), positional.ptr(), named.ptr());
+    }
     const TokenView view(args[1]);
-    manager_of(self).open(id_of(args[0]), view.data(), view.size(), {}, {}, 0, std::numeric_limits<double>::infinity());
+    manager.open(id_of(args[0]), view.data(), view.size(), {}, {}, 0, std::numeric_limits<double>::infinity());
     return none();
   });
 }
@@ -121,7 +132,9 @@ PyObject* match(PyObject* self, Args args, Py_ssize_t count) {
   return guarded([&] {
     need(count, 1);
     PyManager& manager = manager_of(self);
-    return new_match(manager.match(id_of(args[0])), manager.block_size());
+    auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(new_match(manager.block_size())));
+    manager.match(id_of(args[0]), reinterpret_cast<PyMatch*>(result.ptr())->found);
+    return result.release().ptr();
   });
 }
 
@@ -130,7 +143,7 @@ PyObject* take(PyObject* self, Args args, Py_ssize_t count, bool raises) {
     need(count, 2);
     PyManager& manager = manager_of(self);
     manager.look_at_the_clock();
-    static thread_local std::vector<BlockId> ids;
+    static thread_local Row<BlockId> ids;
     int64_t left = 0;
     const int64_t wanted = integer(args[1]);
     if (manager.try_allocate(id_of(args[0]), wanted, ids, &left)) return new_ids(ids.data(), ids.size());
@@ -192,8 +205,8 @@ PyObject* release(PyObject* self, Args args, Py_ssize_t count) {
 PyObject* block_table(PyObject* self, Args args, Py_ssize_t count) {
   return guarded([&] {
     need(count, 1);
-    return manager_of(self).with_table(
-        id_of(args[0]), [](const BlockId* table, int64_t size) { return new_ids(table, static_cast<size_t>(size)); });
+    return manager_of(self).with_table(id_of(args[0]),
+                                       [](const BlockId* table, int64_t size) { return new_ids(table, size); });
   });
 }
 
@@ -211,23 +224,25 @@ PyObject* num_computed_tokens(PyObject* self, Args args, Py_ssize_t count) {
   });
 }
 
-#define FASTKV_METHOD(name) FASTKV_NAMED(#name, name)
-#define FASTKV_NAMED(text, name) \
-  {text, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
-PyMethodDef methods[] = {FASTKV_NAMED("_open_plain", open_plain),
-                         FASTKV_METHOD(match),
-                         FASTKV_METHOD(allocate),
-                         FASTKV_METHOD(try_allocate),
-                         FASTKV_METHOD(blocks_needed),
-                         FASTKV_METHOD(append),
-                         FASTKV_METHOD(publish),
-                         FASTKV_METHOD(preempt),
-                         FASTKV_METHOD(release),
-                         FASTKV_METHOD(block_table),
-                         FASTKV_METHOD(num_tokens),
-                         FASTKV_METHOD(num_computed_tokens)};
-#undef FASTKV_METHOD
-#undef FASTKV_NAMED
+template <typename Fn>
+PyCFunction erased(Fn fn) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fn));
+}
+
+PyMethodDef methods[] = {
+    {"open", erased(open), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"match", erased(match), METH_FASTCALL, nullptr},
+    {"allocate", erased(allocate), METH_FASTCALL, nullptr},
+    {"try_allocate", erased(try_allocate), METH_FASTCALL, nullptr},
+    {"blocks_needed", erased(blocks_needed), METH_FASTCALL, nullptr},
+    {"append", erased(append), METH_FASTCALL, nullptr},
+    {"publish", erased(publish), METH_FASTCALL, nullptr},
+    {"preempt", erased(preempt), METH_FASTCALL, nullptr},
+    {"release", erased(release), METH_FASTCALL, nullptr},
+    {"block_table", erased(block_table), METH_FASTCALL, nullptr},
+    {"num_tokens", erased(num_tokens), METH_FASTCALL, nullptr},
+    {"num_computed_tokens", erased(num_computed_tokens), METH_FASTCALL, nullptr},
+};
 
 }  // namespace
 

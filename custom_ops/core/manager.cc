@@ -5,7 +5,7 @@
 namespace fastkv::core {
 namespace {
 
-constexpr size_t kMaxSpare = 256;
+constexpr size_t kMaxSpare = 1024;
 
 std::string quoted(std::string_view id) { return "'" + std::string(id) + "'"; }
 
@@ -32,7 +32,7 @@ Request& Manager::get(std::string_view id) {
   const auto found = requests_.find(key_);
   if (found == requests_.end())
     throw RequestFault("request " + quoted(id) + " is not open; open it first, release it once");
-  return *found->second;
+  return found->second;
 }
 
 int64_t Manager::available() const { return device_.num_free() + index_.num_evictable(kDevice); }
@@ -56,25 +56,26 @@ void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_token
     throw RequestFault("priority " + std::to_string(priority) + " is out of range; allowed: 0 to " +
                        std::to_string(EvictionOrder::kMaxPriority));
   if (!(ttl_s > 0)) throw RequestFault("ttl_s must be greater than 0");
-  std::unique_ptr<Request> request;
-  if (spare_.empty()) {
-    request = std::make_unique<Request>();
-  } else {
-    request = std::move(spare_.back());
-    spare_.pop_back();
-  }
-  request->id = key_;
-  request->tokens.assign(tokens, tokens + num_tokens);
-  request->extras = std::move(extras);
-  request->images = std::move(images);
-  request->priority = static_cast<uint8_t>(priority);
-  request->ttl_s = ttl_s;
+  Request& request = add(id);
+  request.tokens.append(tokens, num_tokens);
+  request.extras = std::move(extras);
+  request.images = std::move(images);
+  request.priority = static_cast<uint8_t>(priority);
+  request.ttl_s = ttl_s;
+  request.epoch = epoch_;
   if (priority > 0) uses_priorities_.store(true, std::memory_order_relaxed);
-  refresh_epoch(*request);
-  requests_.emplace(key_, std::move(request));
 }
 
-Match Manager::match(std::string_view id) {
+// An empty request under an id that is not open; takes over the buffers of a released one.
+Request& Manager::add(std::string_view id) {
+  if (spare_.empty()) return requests_[std::string(id)];
+  auto handle = std::move(spare_.back());
+  spare_.pop_back();
+  handle.key().assign(id.data(), id.size());
+  return requests_.insert(std::move(handle)).position->second;
+}
+
+void Manager::match(std::string_view id, Match& found) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
   const int64_t size = options_.block_size;
@@ -83,44 +84,43 @@ Match Manager::match(std::string_view id) {
   drop_blocks(request);
   if (options_.enable_prefix_caching) {
     index_.match(query_of(request), (request.num_tokens() - 1) / size, request.path);
-    request.path.resize(
-        static_cast<size_t>(whole_images(request.images, static_cast<int64_t>(request.path.size()), size)));
-    index_.hold(request.path.data(), static_cast<int64_t>(request.path.size()));
+    request.path.resize(static_cast<size_t>(whole_images(request.images, request.path.size(), size)));
+    index_.hold(request.path.data(), request.path.size());
   }
-  Match found;
+  request.table.resize(request.path.size());
   for (const NodeId id : request.path) {
     index_.mark_found(id, !request.counted);
     const Node& node = index_.node(id);
     if (node.block[kDevice] != kNone)
-      request.table.push_back(node.block[kDevice]);
+      request.table[request.shared++] = node.block[kDevice];
     else
       found.host_blocks.push_back(node.block[kHost]);
   }
-  request.shared = request.num_blocks();
+  request.table.resize(request.shared);
   request.computed = request.shared * size;
   found.device_blocks = request.table;
   // A request that matches again while it waits counts once, with its latest result.
-  const int64_t hits = static_cast<int64_t>(request.path.size());
+  const int64_t hits = request.path.size();
   counters_.matches += !request.counted;
   counters_.queried_tokens += request.counted ? 0 : request.num_tokens();
   counters_.hit_blocks += hits - request.counted_hits;
   request.counted = true;
   request.counted_hits = hits;
-  return found;
 }
 
-bool Manager::take(Request& request, int64_t count, std::vector<BlockId>& ids) {
+bool Manager::take(Request& request, int64_t count, Row<BlockId>& ids) {
   need_known_pool();
   if (count > available()) return false;
   if (count > device_.num_free()) index_.evict(kDevice, count - device_.num_free());
-  const size_t before = request.table.size();
-  request.table.resize(before + static_cast<size_t>(count));
+  const int64_t before = request.table.size();
+  request.table.resize(before + count);
   device_.allocate(static_cast<int32_t>(count), request.table.data() + before);
-  ids.assign(request.table.begin() + static_cast<std::ptrdiff_t>(before), request.table.end());
+  ids.clear();
+  ids.append(request.table.data() + before, count);
   return true;
 }
 
-bool Manager::try_allocate(std::string_view id, int64_t count, std::vector<BlockId>& ids, int64_t* left) {
+bool Manager::try_allocate(std::string_view id, int64_t count, Row<BlockId>& ids, int64_t* left) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
   if (count < 0)
@@ -141,7 +141,7 @@ int64_t Manager::blocks_needed(std::string_view id, int64_t num_tokens) {
 void Manager::append(std::string_view id, const int32_t* tokens, int64_t num_tokens) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
-  request.tokens.insert(request.tokens.end(), tokens, tokens + num_tokens);
+  request.tokens.append(tokens, num_tokens);
 }
 
 int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
@@ -170,7 +170,7 @@ int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
 
 // A match may have found blocks on the host only. They are held already; those below `full` get their device copy now.
 void Manager::claim_known(Request& request, int64_t full) {
-  const int64_t known = std::min(full, static_cast<int64_t>(request.path.size()));
+  const int64_t known = std::min(full, request.path.size());
   for (; request.shared < known; ++request.shared) {
     BlockId& own = request.table[request.shared];
     const NodeId id = request.path[request.shared];
@@ -189,11 +189,11 @@ void Manager::drop_blocks(Request& request) {
   for (int64_t block = request.num_blocks() - 1; block >= request.shared; --block) device_.free(request.table[block]);
   if (request.priority)
     index_.raise_priority(request.path.data(), request.shared, request.priority, now_s_ + request.ttl_s);
-  index_.unhold(request.path.data(), static_cast<int64_t>(request.path.size()));
+  index_.unhold(request.path.data(), request.path.size());
   request.table.clear();
   request.path.clear();
   request.shared = request.computed = 0;
-  refresh_epoch(request);
+  request.epoch = epoch_;
 }
 
 void Manager::preempt(std::string_view id) {
@@ -206,13 +206,11 @@ void Manager::preempt(std::string_view id) {
 
 void Manager::release(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  drop_blocks(get(id));
-  const auto found = requests_.find(key_);
-  if (spare_.size() < kMaxSpare) {
-    found->second->recycle();
-    spare_.push_back(std::move(found->second));
-  }
-  requests_.erase(found);
+  drop_blocks(get(id));  // leaves the id in key_
+  auto handle = requests_.extract(key_);
+  if (spare_.size() >= kMaxSpare) return;
+  handle.mapped().recycle();
+  spare_.push_back(std::move(handle));
 }
 
 }  // namespace fastkv::core

@@ -44,7 +44,7 @@ struct Counters {
 
 // What match found: the leading device_blocks of the request's table, then the nodes of host_blocks.
 struct Match {
-  std::vector<BlockId> device_blocks, host_blocks;
+  Row<BlockId> device_blocks, host_blocks;
 };
 
 // One block to copy on the device before the forked request writes.
@@ -58,9 +58,9 @@ class Manager {
 
   void open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
             std::vector<Span> images, int priority, double ttl_s);
-  Match match(std::string_view id);
+  void match(std::string_view id, Match& found);
   // The new ids, appended to the table; false when fewer blocks are free or evictable: left, before the call.
-  bool try_allocate(std::string_view id, int64_t count, std::vector<BlockId>& ids, int64_t* left);
+  bool try_allocate(std::string_view id, int64_t count, Row<BlockId>& ids, int64_t* left);
   int64_t blocks_needed(std::string_view id, int64_t num_tokens);
   void append(std::string_view id, const int32_t* tokens, int64_t num_tokens);
   int64_t publish(std::string_view id, int64_t num_computed_tokens);
@@ -68,7 +68,7 @@ class Manager {
   void release(std::string_view id);
 
   // Blocks for the confirmed tokens and num_drafts more; all or nothing.
-  bool try_reserve(std::string_view id, int64_t num_drafts, std::vector<BlockId>& ids);
+  bool try_reserve(std::string_view id, int64_t num_drafts, Row<BlockId>& ids);
   // Append accepted tokens and give back the blocks past them; returns how many.
   int64_t confirm(std::string_view id, const int32_t* tokens, int64_t num_tokens);
   std::vector<BlockCopy> fork(std::string_view parent, std::string_view child);
@@ -114,27 +114,27 @@ class Manager {
 
  private:
   Request& get(std::string_view id);
+  Request& add(std::string_view id);
   int64_t available() const;
   void need_known_pool() const;
-  bool take(Request& request, int64_t count, std::vector<BlockId>& ids);
+  bool take(Request& request, int64_t count, Row<BlockId>& ids);
   void claim_known(Request& request, int64_t full);
   void drop_blocks(Request& request);
-  void refresh_epoch(Request& request) { request.epoch = epoch_; }
   void drop_pin(NodeId end);
   void forget_everything();
   int64_t held_from(BlockId limit) const;
-  Query query_of(Request& request) { return {request.tokens.data(), request.extras, request.hashes}; }
+  Query query_of(Request& request) { return {request.tokens.data(), request.extras}; }
 
   std::mutex mutex_;
   const ManagerOptions options_;
   bool known_;
   BlockPool device_, host_;
   PrefixIndex index_;
-  std::unordered_map<std::string, std::unique_ptr<Request>> requests_;
-  std::vector<std::unique_ptr<Request>> spare_;  // recycled, to keep their buffers
-  std::string key_;                              // scratch for lookups, so that long ids do not allocate
-  std::unordered_map<int64_t, NodeId> pins_;     // pin -> the node where its hold ends
-  std::unordered_map<NodeId, int64_t> pinned_;   // node -> pins that cover it
+  std::unordered_map<std::string, Request> requests_;
+  std::vector<std::unordered_map<std::string, Request>::node_type> spare_;  // recycled, to keep their buffers
+  std::string key_;                             // scratch for lookups, so that long ids do not allocate
+  std::unordered_map<int64_t, NodeId> pins_;    // pin -> the node where its hold ends
+  std::unordered_map<NodeId, int64_t> pinned_;  // node -> pins that cover it
   int64_t next_pin_ = 1;
   uint64_t epoch_ = 0;
   std::atomic<bool> uses_priorities_{false};

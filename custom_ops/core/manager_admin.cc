@@ -1,5 +1,6 @@
 // The manager as an operator sees it: resize, reset, invalidate, counts, and the check of every invariant.
 #include <algorithm>
+#include <unordered_set>
 
 #include "manager.h"
 
@@ -25,9 +26,8 @@ int64_t Manager::resize(int64_t num_blocks, bool drain) {
 }
 
 int64_t Manager::held_from(BlockId limit) const {
-  int64_t held = 0;
-  for (BlockId id = limit; id < device_.num_blocks(); ++id) held += device_.is_used(id);
-  return held - index_.num_evictable_from(limit);
+  const std::vector<bool> is_free = device_.free_flags();
+  return std::count(is_free.begin() + limit, is_free.end(), false) - index_.num_evictable_from(limit);
 }
 
 void Manager::reset() {
@@ -43,7 +43,7 @@ void Manager::invalidate() {
   ++epoch_;
   // A request without blocks has nothing that old weights computed.
   for (auto& [id, request] : requests_)
-    if (request->table.empty() && request->path.empty()) refresh_epoch(*request);
+    if (request.table.empty() && request.path.empty()) request.epoch = epoch_;
 }
 
 void Manager::forget_everything() {
@@ -103,30 +103,29 @@ void Manager::check() {
   device_.check();
   host_.check();
   index_.check();
-  std::vector<uint8_t> owned(static_cast<size_t>(device_.num_blocks() + device_.num_draining()) + 64, 0);
+  const std::vector<bool> is_free = device_.free_flags();
+  std::unordered_set<BlockId> owned;
   std::unordered_map<NodeId, int32_t> ends;
   int64_t used = 0;
   const auto claim = [&](BlockId block, const std::string& owner) {
-    if (!device_.is_used(block))
-      throw InvariantFault(owner + " has block " + std::to_string(block) + ", which is free");
-    if (static_cast<size_t>(block) >= owned.size()) owned.resize(static_cast<size_t>(block) + 1);
-    if (owned[block]++)
+    const bool exists = block >= 0 && (block < device_.num_blocks() ? !is_free[block] : device_.is_draining(block));
+    if (!exists) throw InvariantFault(owner + " has block " + std::to_string(block) + ", which is free");
+    if (!owned.insert(block).second)
       throw InvariantFault("block " + std::to_string(block) + " belongs to " + owner + " and another");
     ++used;
   };
   for (const auto& [id, request] : requests_) {
     const std::string who = "request '" + id + "'";
-    for (int64_t i = request->shared; i < request->num_blocks(); ++i) claim(request->table[i], who);
-    if (request->shared > static_cast<int64_t>(request->path.size()))
-      throw InvariantFault(who + " shares blocks that it does not hold");
-    for (size_t i = 0; i < request->path.size(); ++i) {
-      const Node& node = index_.node(request->path[i]);
-      if (node.parent != (i ? request->path[i - 1] : kNone)) throw InvariantFault(who + " holds a broken path");
+    for (int64_t i = request.shared; i < request.num_blocks(); ++i) claim(request.table[i], who);
+    if (request.shared > request.path.size()) throw InvariantFault(who + " shares blocks that it does not hold");
+    for (int64_t i = 0; i < request.path.size(); ++i) {
+      const Node& node = index_.node(request.path[i]);
+      if (node.parent != (i ? request.path[i - 1] : kNone)) throw InvariantFault(who + " holds a broken path");
       if (node.holders < 1) throw InvariantFault(who + " holds a node that nobody holds");
-      if (static_cast<int64_t>(i) < request->shared && node.block[kDevice] != request->table[i])
+      if (i < request.shared && node.block[kDevice] != request.table[i])
         throw InvariantFault(who + " has another block in its table than its node has");
     }
-    if (!request->path.empty()) ++ends[request->path.back()];
+    if (!request.path.empty()) ++ends[request.path.back()];
   }
   for (const auto& [pin, end] : pins_) ++ends[end];
   index_.for_each([&](NodeId id, const Node& node, int32_t held_children) {

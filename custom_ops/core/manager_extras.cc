@@ -10,7 +10,7 @@ std::string quoted(std::string_view id) { return "'" + std::string(id) + "'"; }
 
 }  // namespace
 
-bool Manager::try_reserve(std::string_view id, int64_t num_drafts, std::vector<BlockId>& ids) {
+bool Manager::try_reserve(std::string_view id, int64_t num_drafts, Row<BlockId>& ids) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
   if (num_drafts < 0)
@@ -24,7 +24,7 @@ bool Manager::try_reserve(std::string_view id, int64_t num_drafts, std::vector<B
 int64_t Manager::confirm(std::string_view id, const int32_t* tokens, int64_t num_tokens) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
-  request.tokens.insert(request.tokens.end(), tokens, tokens + num_tokens);
+  request.tokens.append(tokens, num_tokens);
   const int64_t size = options_.block_size;
   const int64_t keep = std::max(request.shared, (request.num_tokens() + size - 1) / size);
   const int64_t given_back = std::max<int64_t>(0, request.num_blocks() - keep);
@@ -49,20 +49,18 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
   claim_known(parent, full);
   for (; parent.shared < full; ++parent.shared)
     index_.share_privately(query_of(parent), parent.path, parent.table[parent.shared]);
-  auto child = std::make_unique<Request>(parent);
-  child->id = std::string(child_id);
-  child->counted = true;
-  child->counted_hits = 0;
-  child->path.resize(static_cast<size_t>(full));
-  child->table.resize(static_cast<size_t>(full));
-  index_.hold(child->path.data(), full);
+  Request& child = requests_.emplace(child_id, parent).first->second;
+  child.counted = true;
+  child.counted_hits = 0;
+  child.path.resize(full);
+  child.table.resize(full);
+  index_.hold(child.path.data(), full);
   std::vector<BlockCopy> copies;
   if (partial) {
-    std::vector<BlockId> ids;
-    take(*child, 1, ids);
+    Row<BlockId> ids;
+    take(child, 1, ids);
     copies.push_back({parent.table[full], ids[0]});
   }
-  requests_.emplace(child->id, std::move(child));
   return copies;
 }
 

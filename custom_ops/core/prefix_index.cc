@@ -11,7 +11,7 @@ namespace fastkv::core {
 namespace {
 
 constexpr int64_t kAhead = 12;  // blocks between two stages of a pipeline; 8 to 24 measured the same
-constexpr int64_t kRing = 16;   // a power of two > kAhead
+constexpr int64_t kRing = 32;   // a power of two > 2 * kAhead
 
 // Whether n tokens agree. Blocks are short and mostly agree, so one branch at the end beats memcmp's call and ladder.
 inline bool same_tokens(const int32_t* a, const int32_t* b, int64_t n) {
@@ -70,15 +70,9 @@ inline bool PrefixIndex::same(NodeId id, NodeId parent, const int32_t* tokens, s
   return this->extra(id) == extra;
 }
 
-// Hash of a block; the hashes of the blocks before it are known.
-inline uint64_t PrefixIndex::hash(const Query& query, int64_t block) const {
-  uint64_t* row = query.hashes.row.data();
-  if (block >= query.hashes.known) {
-    row[block] = hash_.block(block ? row[block - 1] : kHashRoot, query.tokens + block * block_size_,
-                             static_cast<size_t>(block_size_), extra_of(query, block));
-    query.hashes.known = block + 1;
-  }
-  return row[block];
+inline uint64_t PrefixIndex::hash(uint64_t parent, const Query& query, int64_t block) const {
+  return hash_.block(parent, query.tokens + block * block_size_, static_cast<size_t>(block_size_),
+                     extra_of(query, block));
 }
 
 inline void PrefixIndex::prefetch_row(NodeId id, bool write) const {
@@ -92,17 +86,19 @@ inline void PrefixIndex::prefetch_row(NodeId id, bool write) const {
   }
 }
 
-void PrefixIndex::match(const Query& query, int64_t max_blocks, std::vector<NodeId>& path) {
-  path.resize(static_cast<size_t>(max_blocks));
-  if (static_cast<int64_t>(query.hashes.row.size()) < max_blocks) query.hashes.row.resize(path.size());
-  NodeId guesses[kRing];
-  NodeId parent = kNone;
+void PrefixIndex::match(const Query& query, int64_t max_blocks, Row<NodeId>& path) {
+  path.resize(max_blocks);
+  uint64_t hashes[kRing], chain = kHashRoot;
+  NodeId guesses[kRing], parent = kNone;
   int64_t found = 0;
   for (int64_t i = 0; i < max_blocks + 2 * kAhead; ++i) {
-    if (i < max_blocks) table_.prefetch(hash(query, i));
+    if (i < max_blocks) {
+      hashes[i % kRing] = chain = hash(chain, query, i);
+      table_.prefetch(chain);
+    }
     const int64_t guess = i - kAhead;
     if (guess >= 0 && guess < max_blocks) {
-      const NodeId id = table_.candidate(query.hashes.row[guess]);
+      const NodeId id = table_.candidate(hashes[guess % kRing]);
       guesses[guess % kRing] = id;
       if (id != kNone) prefetch_row(id, false);
     }
@@ -110,42 +106,43 @@ void PrefixIndex::match(const Query& query, int64_t max_blocks, std::vector<Node
     NodeId id = guesses[found % kRing];
     if (id == kNone) break;
     if (!same(id, parent, query.tokens + found * block_size_, extra_of(query, found))) {
-      id = find(parent, query, found, nullptr);
+      id = find(parent, hashes[found % kRing], query, found, nullptr);
       if (id == kNone) break;
     }
     if (!nodes_[id].resident()) break;
     path[found++] = parent = id;
   }
-  path.resize(static_cast<size_t>(found));
+  path.resize(found);
 }
 
-inline NodeId PrefixIndex::find(NodeId parent, const Query& query, int64_t block, size_t* empty) const {
+inline NodeId PrefixIndex::find(NodeId parent, uint64_t hash, const Query& query, int64_t block, size_t* empty) const {
   const int32_t* tokens = query.tokens + block * block_size_;
   const std::string_view extra = extra_of(query, block);
-  return table_.find(query.hashes.row[block], [&](NodeId id) { return same(id, parent, tokens, extra); }, empty);
+  return table_.find(hash, [&](NodeId id) { return same(id, parent, tokens, extra); }, empty);
 }
 
-int64_t PrefixIndex::publish(const Query& query, int64_t to, std::vector<NodeId>& path, BlockId* table) {
-  const int64_t from = static_cast<int64_t>(path.size());
-  path.resize(static_cast<size_t>(std::max(from, to)));
-  if (static_cast<int64_t>(query.hashes.row.size()) < to) query.hashes.row.resize(static_cast<size_t>(to));
+int64_t PrefixIndex::publish(const Query& query, int64_t to, Row<NodeId>& path, BlockId* table) {
+  const int64_t from = path.size();
+  path.resize(std::max(from, to));
+  uint64_t hashes[kRing], chain = from ? nodes_[path[from - 1]].hash : kHashRoot;
   int64_t duplicates = 0;
   for (int64_t i = from; i < to + kAhead; ++i) {
     if (i < to) {
-      table_.prefetch(hash(query, i));
-      const int64_t waiting = std::min(i - from, kAhead), recycled = static_cast<int64_t>(free_nodes_.size());
-      prefetch_row(waiting < recycled ? free_nodes_[recycled - 1 - waiting]
-                                      : static_cast<NodeId>(fresh_node_ + (waiting - recycled)),
-                   true);
+      hashes[i % kRing] = chain = hash(chain, query, i);
+      table_.prefetch(chain);
+      const int64_t waiting = std::min(i - from, kAhead), recycled = free_nodes_.size();
+      const int64_t next = waiting < recycled ? free_nodes_[recycled - 1 - waiting] : fresh_node_ + waiting - recycled;
+      prefetch_row(static_cast<NodeId>(next), true);
     }
     const int64_t block = i - kAhead;
     if (block < from) continue;
     const NodeId parent = block ? path[block - 1] : kNone;
+    const uint64_t hash = hashes[block % kRing];
     size_t empty = 0;
-    NodeId id = find(parent, query, block, &empty);
+    NodeId id = find(parent, hash, query, block, &empty);
     if (id == kNone) {
-      id = insert(parent, query, block);
-      table_.insert_at(empty, nodes_[id].hash, id);
+      id = insert(parent, hash, query, block);
+      table_.insert_at(empty, hash, id);
     } else {
       // The hold moves down: the parent loses the end of a hold, and gains a held child if the node was not held yet.
       if (nodes_[id].holders++ == 0)
@@ -166,19 +163,17 @@ int64_t PrefixIndex::publish(const Query& query, int64_t to, std::vector<NodeId>
   return duplicates;
 }
 
-void PrefixIndex::share_privately(const Query& query, std::vector<NodeId>& path, BlockId block) {
+void PrefixIndex::share_privately(const Query& query, Row<NodeId>& path, BlockId block) {
   const NodeId parent = path.empty() ? kNone : path.back();
-  const int64_t place = static_cast<int64_t>(path.size());
-  query.hashes.row.resize(std::max(query.hashes.row.size(), path.size() + 1));
-  hash(query, place);
-  const NodeId id = insert(parent, query, place);
+  const uint64_t above = path.empty() ? kHashRoot : nodes_[parent].hash;
+  const NodeId id = insert(parent, hash(above, query, path.size()), query, path.size());
   nodes_[id].set(kUnfindable, true);
   attach(id, kDevice, block);
   path.push_back(id);
 }
 
 // A new node, held once by a hold that ended at the parent, with no copies and not in the table yet.
-inline NodeId PrefixIndex::insert(NodeId parent, const Query& query, int64_t block) {
+inline NodeId PrefixIndex::insert(NodeId parent, uint64_t hash, const Query& query, int64_t block) {
   NodeId id;
   if (!free_nodes_.empty()) {
     id = free_nodes_.back();
@@ -187,7 +182,6 @@ inline NodeId PrefixIndex::insert(NodeId parent, const Query& query, int64_t blo
     id = fresh_node_++;
     if (static_cast<size_t>(id) >= nodes_.size()) throw InvariantFault("more nodes than blocks");
   }
-  const uint64_t hash = query.hashes.row[block];
   NodeId sibling = kNone;
   uint8_t flags = kInUse;
   if (parent != kNone) {

@@ -34,6 +34,7 @@
 #include "ghost.h"
 #include "hash.h"
 #include "hash_table.h"
+#include "row.h"
 
 namespace fastkv::core {
 
@@ -43,17 +44,10 @@ struct Extra {
   std::string bytes;
 };
 
-// Hashes of a request's leading blocks, computed on demand; append-only, as the tokens are.
-struct HashRow {
-  std::vector<uint64_t> row;
-  int64_t known = 0;
-};
-
 // A request as the index sees it. extras are sorted by block.
 struct Query {
   const int32_t* tokens;
   const std::vector<Extra>& extras;
-  HashRow& hashes;
 };
 
 class PrefixIndex {
@@ -92,7 +86,7 @@ class PrefixIndex {
   void reserve();
 
   // Put into path the nodes of the longest findable prefix of at most max_blocks blocks that has a copy somewhere.
-  void match(const Query& query, int64_t max_blocks, std::vector<NodeId>& path);
+  void match(const Query& query, int64_t max_blocks, Row<NodeId>& path);
 
   // A match gave the node to a request. counts: it is the request's first since it was opened or preempted.
   void mark_found(NodeId id, bool counts) {
@@ -104,10 +98,10 @@ class PrefixIndex {
   // Make blocks [path.size(), to) of the query findable, held through path: the caller's hold ends at path.back()
   // before and after. table[i] is block i's device block; where another copy is published already, the block is freed
   // and table[i] becomes the published one. Returns how many were.
-  int64_t publish(const Query& query, int64_t to, std::vector<NodeId>& path, BlockId* table);
+  int64_t publish(const Query& query, int64_t to, Row<NodeId>& path, BlockId* table);
 
   // The same for one block, without making it findable.
-  void share_privately(const Query& query, std::vector<NodeId>& path, BlockId block);
+  void share_privately(const Query& query, Row<NodeId>& path, BlockId block);
 
   // A held node gets its copy at a level, or loses it.
   void attach(NodeId id, Level level, BlockId block);
@@ -153,13 +147,14 @@ class PrefixIndex {
 
   std::string_view extra_of(const Query& query, int64_t block) const;
   bool same(NodeId id, NodeId parent, const int32_t* tokens, std::string_view extra) const;
-  NodeId find(NodeId parent, const Query& query, int64_t block, size_t* empty) const;
-  uint64_t hash(const Query& query, int64_t block) const;
+  NodeId find(NodeId parent, uint64_t hash, const Query& query, int64_t block, size_t* empty) const;
+  uint64_t hash(uint64_t parent, const Query& query, int64_t block) const;
   void prefetch_row(NodeId id, bool write) const;
-  NodeId insert(NodeId parent, const Query& query, int64_t block);
+  NodeId insert(NodeId parent, uint64_t hash, const Query& query, int64_t block);
   void let_go(NodeId id);
   void pick_up(NodeId id);
   void pick_up_now(Node& node, NodeId id);
+  int64_t evict_run(Level level, NodeId id, int64_t count);
   void remove(NodeId id);
   void remove_subtree(NodeId id);
 
@@ -176,7 +171,7 @@ class PrefixIndex {
   FlatArray<Life> lives_;  // empty until the first priority
   std::vector<Expiry> expiries_;
   uint64_t num_raises_ = 0;
-  std::vector<NodeId> free_nodes_;
+  Row<NodeId> free_nodes_;
   NodeId fresh_node_ = 0;
   int64_t num_nodes_ = 0;
   int64_t evicted_[kLevels] = {0, 0};

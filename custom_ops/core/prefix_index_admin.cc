@@ -41,6 +41,7 @@ void PrefixIndex::check() const {
   };
   const size_t slots = static_cast<size_t>(fresh_node_);
   std::vector<int32_t> children(slots, 0), device_children(slots, 0), held_children(slots, 0);
+  const std::vector<bool> is_free[kLevels] = {pools_[kDevice]->free_flags(), pools_[kHost]->free_flags()};
   int64_t nodes = 0, listed[kLevels] = {0, 0};
   for (NodeId id = 0; id < fresh_node_; ++id) {
     const Node& node = nodes_[id];
@@ -51,7 +52,8 @@ void PrefixIndex::check() const {
     if (node.has(kUnfindable) && node.holders == 0) fail(id, "is neither findable nor held");
     for (const Level level : {kDevice, kHost}) {
       const bool copy = node.block[level] != kNone;
-      if (copy && !pools_[level]->is_used(node.block[level])) fail(id, "has a copy in a free block");
+      if (copy && node.block[level] < pools_[level]->num_blocks() && is_free[level][node.block[level]])
+        fail(id, "has a copy in a free block");
       if ((copy && node.holders == 0) != (node.list[level] != kNoList)) fail(id, "is in the wrong set of a level");
       listed[level] += node.list[level] != kNoList;
     }

@@ -1,7 +1,14 @@
 // Holds, eviction and removal of nodes.
+#include <algorithm>
+
 #include "prefix_index.h"
 
 namespace fastkv::core {
+namespace {
+
+constexpr int64_t kAhead = 12;  // nodes between a prefetch and its use
+
+}  // namespace
 
 void PrefixIndex::attach(NodeId id, Level level, BlockId block) {
   Node& node = nodes_[id];
@@ -38,19 +45,28 @@ inline void PrefixIndex::let_go(NodeId id) {
 }
 
 void PrefixIndex::hold(const NodeId* path, int64_t count) {
+  EvictionOrder::Remover device(order_[kDevice]), host(order_[kHost]);
   for (int64_t i = count - 1; i >= 0; --i) {
-    if (i >= 8) __builtin_prefetch(&nodes_[path[i - 8]], 1);
+    if (i >= kAhead) __builtin_prefetch(&nodes_[path[i - kAhead]], 1);
     Node& node = nodes_[path[i]];
     if (node.holders++ != 0) return;
-    pick_up_now(node, path[i]);
+    if (node.list[kDevice] != kNoList) device.remove(path[i], node);
+    if (node.list[kHost] != kNoList) host.remove(path[i], node);
   }
 }
 
 void PrefixIndex::unhold(const NodeId* path, int64_t count) {
+  EvictionOrder::Pusher device(order_[kDevice]);
   for (int64_t i = count - 1; i >= 0; --i) {
-    if (i >= 8) __builtin_prefetch(&nodes_[path[i - 8]], 1);
-    if (--nodes_[path[i]].holders != 0) return;
-    let_go(path[i]);
+    if (i >= kAhead) __builtin_prefetch(&nodes_[path[i - kAhead]], 1);
+    Node& node = nodes_[path[i]];
+    if (--node.holders != 0) return;
+    if (!node.has(kUnfindable) && node.block[kHost] == kNone && node.block[kDevice] < device_limit_) {
+      device.push(path[i], node);
+    } else {
+      device.flush();
+      let_go(path[i]);
+    }
   }
 }
 
@@ -64,28 +80,43 @@ void PrefixIndex::unhold_one(NodeId id) {
 
 void PrefixIndex::evict(Level level, int64_t count) {
   EvictionOrder& order = order_[level];
-  NodeId ahead = order.victim();  // what will go some evictions later: its table slot is fetched now
-  for (int64_t i = 0; i < 8 && i < count && ahead != kNone; ++i) {
-    table_.prefetch(nodes_[ahead].hash);
-    ahead = order.after(ahead);
+  evicted_[level] += count;
+  while (count) {
+    const EvictionOrder::Victims victims = order.victims();
+    if (victims.head == kNone) throw InvariantFault("an eviction order is shorter than its count");
+    count -= evict_run(level, victims.head, std::min(count, victims.count));
   }
-  for (int64_t i = 0; i < count; ++i) {
+}
+
+// Evict count nodes from `id` on, in list order, or fewer; returns how many.
+int64_t PrefixIndex::evict_run(Level level, NodeId id, int64_t count) {
+  EvictionOrder::Remover remover(order_[level]);
+  NodeId ahead = id;  // what goes some evictions later: its table slot is fetched now
+  for (int64_t i = 0; i < kAhead && i < count; ++i) {
+    table_.prefetch(nodes_[ahead].hash);
+    ahead = nodes_[ahead].link[level].next;
+  }
+  for (int64_t done = 1;; ++done) {
     if (ahead != kNone) {
       table_.prefetch(nodes_[ahead].hash);
-      ahead = order.after(ahead);
+      ahead = nodes_[ahead].link[level].next;
     }
-    const NodeId id = order.victim();
-    if (id == kNone) throw InvariantFault("an eviction order is shorter than its count");
     Node& node = nodes_[id];
+    const NodeId next = node.link[level].next;
     if (ghosts_ && level == kDevice && node.list[kDevice] == EvictionOrder::kProbation) ghosts_->add(node.hash);
+    remover.remove(id, node);
     detach(id, level);
-    if (node.resident() || node.has(kArriving)) continue;
-    if (node.first_child == kNone)
+    if (!node.resident() && !node.has(kArriving)) {
+      if (node.first_child != kNone) {  // on the host only; they may be anywhere in its order
+        remover.flush();
+        remove_subtree(id);
+        return done;
+      }
       remove(id);
-    else
-      remove_subtree(id);
+    }
+    if (done == count) return done;
+    id = next;
   }
-  evicted_[level] += count;
 }
 
 // Take a node without children out of the tree and give its slot back.

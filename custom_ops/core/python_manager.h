@@ -22,17 +22,18 @@ struct PyManager : Manager {
   }
 
   py::object clock;
+  bool has_version = false;  // of the weights: then the identity of a request without one is not empty
 };
 
 // A new int32 array with these ids; a quarter of what py::array_t's constructor takes.
-inline PyObject* new_ids(const int32_t* ids, size_t count) {
+inline PyObject* new_ids(const int32_t* ids, int64_t count) {
   const auto& api = py::detail::npy_api::get();
-  const Py_intptr_t size = static_cast<Py_intptr_t>(count);
+  const Py_intptr_t size = count;
   PyObject* array =
       api.PyArray_NewFromDescr_(api.PyArray_Type_, api.PyArray_DescrFromType_(py::detail::npy_api::NPY_INT_), 1, &size,
                                 nullptr, nullptr, 0, nullptr);
   if (!array) throw py::error_already_set();
-  if (count) std::memcpy(py::detail::array_proxy(array)->data, ids, count * sizeof(int32_t));
+  if (count) std::memcpy(py::detail::array_proxy(array)->data, ids, static_cast<size_t>(count) * sizeof(int32_t));
   return array;
 }
 

@@ -27,15 +27,25 @@ class TokenView {
   int64_t size() const { return size_; }
 
  private:
+  // A contiguous row of native int32 whose ids are all >= 0.
   bool from_array(py::handle given) {
-    if (!py::isinstance<py::array_t<int32_t, py::array::c_style>>(given)) return false;
-    const auto array = py::reinterpret_borrow<py::array>(given);
-    if (array.ndim() != 1) return false;
-    data_ = static_cast<const int32_t*>(array.data());
-    size_ = array.size();
+    const auto& api = py::detail::npy_api::get();
+    if (!api.PyArray_Check_(given.ptr())) return false;
+    const auto* array = py::detail::array_proxy(given.ptr());
+    const auto* type = py::detail::array_descriptor_proxy(array->descr);
+    if (array->nd != 1 || !(array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) || type->kind != 'i' ||
+        type->byteorder == '>' || !is_int32(type->type_num))
+      return false;
+    data_ = reinterpret_cast<const int32_t*>(array->data);
+    size_ = array->dimensions[0];
     int32_t all = 0;
     for (int64_t i = 0; i < size_; ++i) all |= data_[i];
     return all >= 0;
+  }
+
+  static bool is_int32(int type_num) {
+    return type_num == py::detail::npy_api::NPY_INT_ ||
+           (sizeof(long) == 4 && type_num == py::detail::npy_api::NPY_LONG_);
   }
 
   bool from_sequence(py::handle given, bool allow_one) {

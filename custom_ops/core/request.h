@@ -4,7 +4,7 @@
 //                            [shared, ..)  blocks of its own: being computed, partial, or reserved for drafts
 //     path:                  nodes of the leading blocks; longer than shared when a match found blocks on the host only
 //
-// The hold ends at path.back(). tokens are confirmed tokens only; hashes are those of the leading blocks, on demand.
+// The hold ends at path.back(). tokens are confirmed tokens only; digests are those of the leading blocks, on demand.
 #pragma once
 
 #include <limits>
@@ -22,13 +22,11 @@ struct Span {
 };
 
 struct Request {
-  std::string id;
-  std::vector<int32_t> tokens;
+  Row<int32_t> tokens;
   std::vector<Extra> extras;
   std::vector<Span> images;
-  HashRow hashes;
-  std::vector<NodeId> path;
-  std::vector<BlockId> table;
+  Row<NodeId> path;
+  Row<BlockId> table;
   std::vector<Digest> digests;
   int64_t shared = 0;
   int64_t computed = 0;  // leading tokens whose KV is in the table's blocks
@@ -38,15 +36,16 @@ struct Request {
   uint8_t priority = 0;
   double ttl_s = std::numeric_limits<double>::infinity();
 
-  int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
-  int64_t num_blocks() const { return static_cast<int64_t>(table.size()); }
+  int64_t num_tokens() const { return tokens.size(); }
+  int64_t num_blocks() const { return table.size(); }
 
   // Ready for another id, with the buffers' capacity kept.
   void recycle() {
-    for (auto* row : {&tokens, &path, &table}) row->clear();
+    tokens.clear();
+    path.clear();
+    table.clear();
     extras.clear();
     images.clear();
-    hashes.known = 0;
     digests.clear();
     shared = computed = counted_hits = 0;
     counted = false;

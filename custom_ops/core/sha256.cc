@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "row.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -19,6 +21,9 @@ alignas(64) constexpr uint32_t kRound[64] = {
     0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+constexpr uint32_t kStart[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
 inline uint32_t rotate(uint32_t x, int by) { return x >> by | x << (32 - by); }
 
@@ -105,8 +110,7 @@ void compress(uint32_t* state, const uint8_t* block, size_t blocks) {
 void Sha256::use_hardware(bool on) { hardware = on && detect(); }
 bool Sha256::has_hardware() { return detect(); }
 
-Sha256::Sha256()
-    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19} {}
+Sha256::Sha256() { std::memcpy(state_, kStart, sizeof(state_)); }
 
 void Sha256::update(const void* data, size_t size) {
   const uint8_t* from = static_cast<const uint8_t*>(data);
@@ -127,15 +131,26 @@ void Sha256::update(const void* data, size_t size) {
   if (buffered_) std::memcpy(buffer_, from, buffered_);
 }
 
+namespace {
+
+Digest big_endian(const uint32_t* state) {
+  Digest out;
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t word = __builtin_bswap32(state[i]);
+    std::memcpy(&out[static_cast<size_t>(4 * i)], &word, 4);
+  }
+  return out;
+}
+
+}  // namespace
+
 Digest Sha256::finish() {
-  const uint64_t bits = total_ * 8;
+  const uint64_t bits = __builtin_bswap64(total_ * 8);
   uint8_t pad[72] = {0x80};
   const size_t zeros = (buffered_ < 56 ? 56 : 120) - buffered_;
-  for (int i = 0; i < 8; ++i) pad[zeros + i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
+  std::memcpy(pad + zeros, &bits, 8);
   update(pad, zeros + 8);
-  Digest out;
-  for (int i = 0; i < 32; ++i) out[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
-  return out;
+  return big_endian(state_);
 }
 
 const Digest& root_digest() {
@@ -149,13 +164,29 @@ const Digest& root_digest() {
 
 Digest block_digest(const Digest& parent, std::string_view extra, const int32_t* tokens, size_t num_tokens) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "digests are defined over little-endian tokens");
-  const uint32_t size = static_cast<uint32_t>(extra.size());
-  Sha256 hash;
-  hash.update(parent.data(), parent.size());
-  hash.update(&size, sizeof(size));
-  if (size) hash.update(extra.data(), extra.size());
-  hash.update(tokens, num_tokens * sizeof(int32_t));
-  return hash.finish();
+  // The whole message, padding included, goes to the compression function in one piece.
+  const uint32_t extra_bytes = static_cast<uint32_t>(extra.size());
+  const size_t size = parent.size() + sizeof(extra_bytes) + extra.size() + num_tokens * sizeof(int32_t);
+  const size_t padded = (size + 9 + 63) / 64 * 64;
+  static thread_local Row<uint8_t> message;
+  message.resize(static_cast<int64_t>(padded));
+  uint8_t* at = message.data();
+  const auto put = [&at](const void* data, size_t bytes) {
+    if (bytes) std::memcpy(at, data, bytes);
+    at += bytes;
+  };
+  put(parent.data(), parent.size());
+  put(&extra_bytes, sizeof(extra_bytes));
+  put(extra.data(), extra.size());
+  put(tokens, num_tokens * sizeof(int32_t));
+  std::memset(at, 0, padded - size);
+  *at = 0x80;
+  const uint64_t bits = __builtin_bswap64(static_cast<uint64_t>(size) * 8);
+  std::memcpy(message.data() + padded - 8, &bits, 8);
+  uint32_t state[8];
+  std::memcpy(state, kStart, sizeof(state));
+  compress(state, message.data(), padded / 64);
+  return big_endian(state);
 }
 
 }  // namespace fastkv::core

@@ -138,7 +138,7 @@ class CacheManager(core.Manager):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.policy = parse_policy(policy)
-        self.weights_version = ""
+        self._weights_version = ""
         super().__init__(
             -1 if num_device_blocks is None else num_device_blocks,
             num_host_blocks,
@@ -153,6 +153,7 @@ class CacheManager(core.Manager):
 
     # -- a request's life ---------------------------------------------------------------------------------------
 
+    @_native
     def open(
         self,
         request_id: str,
@@ -175,14 +176,21 @@ class CacheManager(core.Manager):
         Raises:
             RequestError: a bad or known id, no tokens, bad tokens, an image past the tokens, a bad priority.
         """
-        if identity is NO_IDENTITY and not priority and not self.weights_version:
-            self._open_plain(request_id, tokens)
-            return
-        if self.weights_version and not identity.weights_version:
-            identity = replace(identity, weights_version=self.weights_version)
+
+    def _open_described(
+        self,
+        request_id: str,
+        tokens: object,
+        identity: Identity = NO_IDENTITY,
+        *,
+        priority: int = 0,
+        priority_ttl_s: float = float("inf"),
+    ) -> None:
+        """open, where there is an identity or a priority; the native open calls it."""
+        if self._weights_version and not identity.weights_version:
+            identity = replace(identity, weights_version=self._weights_version)
         images = [(image.start, image.end) for image in identity.images]
-        extras = identity.block_extras(self.block_size)
-        self._open(request_id, tokens, extras, images, priority, priority_ttl_s)
+        self._open(request_id, tokens, identity.block_extras(self.block_size), images, priority, priority_ttl_s)
 
     @_native
     def match(self, request_id: str) -> MatchResult:
@@ -393,8 +401,13 @@ class CacheManager(core.Manager):
         """
         if not isinstance(version, str) or not version:
             raise RequestError(f"weights version {version!r} must be a non-empty str")
-        self.weights_version = version
+        self._weights_version, self._has_version = version, True
         self._invalidate()
+
+    @property
+    def weights_version(self) -> str:
+        """What set_weights_version was told last; "" before."""
+        return self._weights_version
 
     def stats(self) -> CacheStats:
         """Counts of now and counters since the start."""

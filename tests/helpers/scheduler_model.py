@@ -7,7 +7,7 @@ ones it is told. Time is a counter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastkv.core.digest import NO_IDENTITY, Identity
 
@@ -58,6 +58,7 @@ class SchedulerModel:
     enable_prefix_caching: bool = True
     policy: str = "lru"
     max_pinned: int = 0
+    weights_version: str = ""
 
     def __post_init__(self) -> None:
         self.blocks: list[ModelBlock] = []
@@ -139,6 +140,7 @@ class SchedulerModel:
     # -- a request's life ---------------------------------------------------------------------------------------------
 
     def open(self, request_id: str, tokens: list[int], identity: Identity, priority: int = 0, ttl: float = 1e9) -> None:
+        identity = replace(identity, weights_version=self.weights_version)
         self.requests[request_id] = ModelRequest(list(tokens), identity, priority, ttl)
 
     def match(self, request_id: str) -> int:

@@ -28,7 +28,8 @@ def main(config_file: str) -> int:
         for attempt in (1, 2):
             generation = llm.generate(PROMPTS, max_tokens=16, sampling=SamplingParams(temperature=0.0))
             report = generation.report
-            print(f"--- call {attempt}: {report.prefix_hit_tokens} of {report.prompt_tokens} prompt tokens from the cache")
+            hits, total = report.prefix_hit_tokens, report.prompt_tokens
+            print(f"--- call {attempt}: {hits} of {total} prompt tokens came from the cache")
             for output in generation.outputs:
                 print(f"{output.prompt!r} -> {output.text!r}")
         print(f"caches: {report.device_cache_bytes:,} bytes, stored as {report.storage_dtype}")

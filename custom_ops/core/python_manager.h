@@ -40,7 +40,7 @@ inline PyObject* new_ids(const int32_t* ids, int64_t count) {
 // Set the Python error that stands for a fault of the core.
 void set_python_error(std::exception_ptr pending);
 
-// Hot methods of Manager, and MatchResult; see fast_calls.cc.
+// Hot methods of Manager, and MatchResult; see bindings_fast.cc.
 void add_fast_calls(py::module_& module, py::object manager_type);
 
 }  // namespace fastkv::core

@@ -27,7 +27,7 @@ from fastkv.errors import InvariantError, RequestError
 from fastkv.scheduler.manager import CacheManager
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One request and how far it is.
 

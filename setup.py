@@ -104,13 +104,14 @@ class PaddleOps(Extension):
             flags.append(f'-DFASTKV_BUILT_FOR="{paddle_build(paddle)}"')
         return flags
 
-    def link_flags(self) -> list[str]:
+    def link_flags(self, in_source_tree: bool) -> list[str]:
         """Paddle's library and its OpenMP runtime (a second runtime beside it makes tails ten times longer)."""
         paddle = find_paddle()
         origin = "$ORIGIN/../paddle"
         folders = [f"-L{paddle / 'base'}", f"-L{paddle / 'libs'}"]
-        # the relative path serves an installed wheel, the absolute one an editable install
-        rpaths = [f"{origin}/libs", f"{origin}/base", str(paddle / "libs"), str(paddle / "base")]
+        rpaths = [f"{origin}/libs", f"{origin}/base"]
+        if in_source_tree:  # an installed wheel lies beside paddle, a source tree does not
+            rpaths += [str(paddle / "libs"), str(paddle / "base")]
         return [*folders, "-l:libpaddle.so", "-l:libiomp5.so", *(f"-Wl,-rpath,{path}" for path in rpaths)]
 
 
@@ -132,13 +133,20 @@ class SchedulerCore(Extension):
 
         return [*COMMON_FLAGS, f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
 
-    def link_flags(self) -> list[str]:
+    def link_flags(self, in_source_tree: bool) -> list[str]:
         """Nothing but the C++ runtime."""
         return []
 
 
 class BuildNative(build_ext):
     """Compiles sources in parallel with flags of their own; other Extensions go the usual way."""
+
+    in_source_tree = False
+
+    def run(self) -> None:
+        """Remember where the libraries will stay: setuptools resets inplace while it builds."""
+        self.in_source_tree = bool(self.inplace or self.editable_mode)
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         """Build one extension, if anything it depends on changed."""
@@ -154,7 +162,7 @@ class BuildNative(build_ext):
             headers = hashlib.sha256(b"".join(path.read_bytes() for path in ext.dependencies)).hexdigest()
             with ThreadPoolExecutor(BUILD_JOBS) as pool:
                 objects = list(pool.map(lambda s: compile_one(compiler, ext, Path(s), folder, headers), ext.sources))
-            link(compiler, ext, objects, target, folder)
+            link([compiler, "-shared", *map(str, objects), *ext.link_flags(self.in_source_tree)], objects, target)
 
 
 def run(command: list[str], what: str) -> None:
@@ -183,16 +191,15 @@ def compile_one(compiler: str, ext: PaddleOps | SchedulerCore, source: Path, fol
     return product
 
 
-def link(compiler: str, ext: PaddleOps | SchedulerCore, objects: list[Path], target: Path, folder: Path) -> None:
+def link(command: list[str], objects: list[Path], target: Path) -> None:
     """Link the objects into target, replacing it in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(target.name + ".new")
-    command = [compiler, "-shared", *map(str, objects), "-o", str(fresh), *ext.link_flags()]
-    stamp = folder / "link.stamp"
+    stamp = objects[0].with_name("link.stamp")
     contents = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()
     signature = hashlib.sha256(f"{command} {contents}".encode()).hexdigest()
     if not is_fresh(stamp, target, signature):
-        run(command, f"linking {target.name}")
+        run([*command, "-o", str(fresh)], f"linking {target.name}")
         fresh.replace(target)
         stamp.write_text(signature)
 

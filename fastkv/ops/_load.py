@@ -19,7 +19,7 @@ from fastkv.errors import ConfigError
 _MARKER = b"fastkv-built-for:"
 _REBUILD = "build it again with `pip install --no-build-isolation -e .` (or `pip install --no-build-isolation .`)"
 
-# of two minds: runs at once in dynamic mode, adds a node to the program while a static graph is traced
+# runs at once in dynamic mode; adds a node to the program while a static graph is traced
 _run_custom_op: Any = getattr(paddle._C_ops, "_run_custom_op")  # noqa: B009 - unknown to Paddle's own annotations
 
 _lock = threading.Lock()

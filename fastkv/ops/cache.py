@@ -18,8 +18,6 @@ from fastkv.core.dtype import MODEL_DTYPES, AttentionKind, ScaleKind, StorageDty
 from fastkv.errors import ConfigError
 from fastkv.ops.checks import check_memory, describe
 
-ScaleInput = Tensor | npt.NDArray[np.float32]
-
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = 1.0 / SMALLEST_SCALE
 

@@ -311,8 +311,8 @@ class CacheSpec:
 
     @property
     def cache_dtype(self) -> str:
-        """Storage dtype of keys and values: the model's, or uint8."""
-        return resolve_cache_dtype(self.storage.quant_type, self.model_dtype)
+        """Storage dtype of keys (or latents): the model's, or uint8 when quantised and always under DSA."""
+        return self.groups[0].roles[0].dtype
 
     @property
     def block_bytes(self) -> int:

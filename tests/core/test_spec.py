@@ -175,3 +175,10 @@ def test_geometry_without_a_needed_dimension_is_refused(fields: dict[str, object
 def test_unknown_group_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layer group 'mtp'; this model has: main"):
         build().group("mtp")
+
+
+def test_cache_dtype_is_what_the_key_tensors_hold() -> None:
+    assert toy_config().cache_spec().cache_dtype == "bfloat16"
+    assert toy_config(quant_type="int8").cache_spec().cache_dtype == "uint8"
+    assert toy_config("mla").cache_spec().cache_dtype == "bfloat16"
+    assert toy_config("dsa").cache_spec().cache_dtype == "uint8"

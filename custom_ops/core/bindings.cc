@@ -79,7 +79,7 @@ int64_t write_row(Manager& manager, std::string_view id, int32_t* out, int64_t r
 py::object bind_manager(py::module_& module) {
   py::class_<PyManager> type(module, "Manager");
   type.def(py::init([](int32_t device, int32_t host, int32_t block_size, bool caching, const std::string& policy,
-                       int64_t max_pinned, uint64_t seed, uint64_t hash_mask, py::object clock) {
+                       int64_t max_pinned, uint64_t seed, uint64_t hash_mask, bool log_events, py::object clock) {
         ManagerOptions options;
         options.num_device_blocks = device;
         options.num_host_blocks = host;
@@ -89,6 +89,7 @@ py::object bind_manager(py::module_& module) {
         options.max_pinned_blocks = max_pinned;
         options.seed = seed;
         options.hash_mask = hash_mask;
+        options.log_events = log_events;
         return std::make_unique<PyManager>(options, std::move(clock));
       }))
       .def("_open",
@@ -190,6 +191,8 @@ PYBIND11_MODULE(_core, module) {
   using namespace fastkv::core;
   module.doc() = "Native scheduler core of fastkv; use fastkv.scheduler, which documents it.";
   py::register_exception_translator(translate);
-  add_fast_calls(module, bind_manager(module));
+  const py::object manager_type = bind_manager(module);
+  add_fast_calls(module, manager_type);
+  bind_events(manager_type);
   bind_parts(module);
 }

@@ -25,7 +25,9 @@ Manager::Manager(const ManagerOptions& options)
       known_(options.num_device_blocks >= 0),
       device_(std::max(0, options.num_device_blocks), kDevice),
       host_(options.num_host_blocks, kHost),
-      index_(options.block_size, device_, host_, options.policy, options.seed, options.hash_mask) {}
+      index_(options.block_size, device_, host_, options.policy, options.seed, options.hash_mask) {
+  if (options.log_events) index_.log_events();
+}
 
 Request& Manager::get(std::string_view id) {
   key_.assign(id.data(), id.size());

@@ -32,6 +32,7 @@ struct ManagerOptions {
   int64_t max_pinned_blocks = 0;
   uint64_t seed = 0;
   uint64_t hash_mask = ~uint64_t{0};
+  bool log_events = false;
 };
 
 struct LevelCounts {
@@ -82,6 +83,9 @@ class Manager {
   void invalidate();
   // Time that priorities expire by, in seconds on any clock that does not go back.
   void tick(double now_s);
+
+  // What became findable and what ceased to be since the last call; with everything, what a new reader needs.
+  std::vector<Event> take_events(bool everything);
 
   // Calls fn(table, size) under the lock.
   template <typename Fn>

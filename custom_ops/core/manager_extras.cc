@@ -103,6 +103,11 @@ void Manager::drop_pin(NodeId end) {
   index_.unhold_one(end);
 }
 
+std::vector<Event> Manager::take_events(bool everything) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return everything ? index_.snapshot_events() : index_.take_events();
+}
+
 int64_t Manager::compute_digests(std::string_view id, int64_t num_blocks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);

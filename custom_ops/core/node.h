@@ -35,6 +35,8 @@ enum NodeFlags : uint8_t {
   kUnfindable = 4,  // not in the hash table (invalidated, or prefix caching is off): leaves when the last holder does
   kHot = 8,         // found by a match since it was published
   kArriving = 16,   // a copy into its host block is in flight
+  kHasDigest = 64,  // its digest is in PrefixIndex::digests_
+  kEventPending = 128,  // the event log has an unresolved record of it
   kDropOnArrival = 32,  // the index gave the node up meanwhile
 };
 

@@ -153,6 +153,7 @@ int64_t PrefixIndex::publish(const Query& query, int64_t to, Row<NodeId>& path, 
     path[block] = id;
     if (nodes_[id].block[kDevice] == kNone) {
       nodes_[id].block[kDevice] = table[block];
+      if (log_) note_stored(id, kDevice);
       if (parent != kNone) ++nodes_[parent].device_children;
     } else {
       pools_[kDevice]->free(table[block]);

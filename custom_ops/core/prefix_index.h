@@ -19,7 +19,7 @@
 // is in the eviction order of a level exactly when it has a copy there and no holder; a node without a copy leaves.
 //
 // prefix_index.cc: match, publish. prefix_index_evict.cc: holds, eviction, removal. prefix_index_admin.cc: resize,
-// invalidate, check. prefix_index_priority.cc: priorities.
+// invalidate, check. prefix_index_priority.cc: priorities. prefix_index_events.cc: digests, events.
 #pragma once
 
 #include <limits>
@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "block_pool.h"
+#include "event_log.h"
 #include "eviction.h"
 #include "ghost.h"
 #include "hash.h"
@@ -123,6 +124,16 @@ class PrefixIndex {
   // End the priorities whose expiry is not after now_s.
   void expire(double now_s);
 
+  // The node's prefix digest; computed up the chain as far as it is not known yet.
+  const Digest& digest(NodeId id);
+
+  // From now on, keep a log of what becomes findable and what ceases to be. Call it on an empty index.
+  void log_events();
+  // What happened since the last call, oldest first.
+  std::vector<Event> take_events();
+  // What would bring a reader that knows nothing up to date; the log is empty afterwards.
+  std::vector<Event> snapshot_events();
+
   // Device blocks >= limit leave as soon as nobody holds them.
   void set_device_limit(BlockId limit);
 
@@ -157,6 +168,13 @@ class PrefixIndex {
   int64_t evict_run(Level level, NodeId id, int64_t count);
   void remove(NodeId id);
   void remove_subtree(NodeId id);
+  void note_stored(NodeId id, Level level);
+  void note_removed(NodeId id, Level level);
+  void note_cleared();
+  bool room_in_log();
+  void resolve(Event& event);
+  void resolve_events();
+  void append_findable();
 
   const int32_t block_size_;
   BlockPool* const pools_[kLevels];
@@ -168,7 +186,9 @@ class PrefixIndex {
   EvictionOrder order_[kLevels];
   std::unordered_map<NodeId, std::string> extras_;
   std::unique_ptr<GhostList> ghosts_;
-  FlatArray<Life> lives_;  // empty until the first priority
+  std::unique_ptr<EventLog> log_;  // only when somebody wants events
+  FlatArray<Digest> digests_;      // empty until the first digest
+  FlatArray<Life> lives_;          // empty until the first priority
   std::vector<Expiry> expiries_;
   uint64_t num_raises_ = 0;
   Row<NodeId> free_nodes_;

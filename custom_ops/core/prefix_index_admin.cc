@@ -31,6 +31,7 @@ void PrefixIndex::invalidate() {
     if (node.has(kInUse)) node.set(kUnfindable, true);
   }
   table_.clear();
+  note_cleared();
   for (NodeId id = 0; id < fresh_node_; ++id)
     if (nodes_[id].has(kInUse) && nodes_[id].holders == 0 && !nodes_[id].has(kDropOnArrival)) remove_subtree(id);
 }

@@ -13,12 +13,14 @@ constexpr int64_t kAhead = 12;  // nodes between a prefetch and its use
 void PrefixIndex::attach(NodeId id, Level level, BlockId block) {
   Node& node = nodes_[id];
   node.block[level] = block;
+  if (log_) note_stored(id, level);
   if (level == kDevice && node.parent != kNone) ++nodes_[node.parent].device_children;
 }
 
 inline void PrefixIndex::detach(NodeId id, Level level) {
   Node& node = nodes_[id];
   if (node.list[level] != kNoList) order_[level].remove(id);
+  if (log_) note_removed(id, level);
   pools_[level]->free(node.block[level]);
   node.block[level] = kNone;
   if (level == kDevice && node.parent != kNone) --nodes_[node.parent].device_children;
@@ -124,6 +126,7 @@ inline void PrefixIndex::remove(NodeId id) {
   Node& node = nodes_[id];
   for (const Level level : {kDevice, kHost})
     if (node.block[level] != kNone) detach(id, level);
+  if (node.has(kEventPending)) resolve_events();
   if (!node.has(kUnfindable)) table_.erase(node.hash, id);
   if (node.parent != kNone) {
     Node& parent = nodes_[node.parent];

@@ -42,5 +42,6 @@ void set_python_error(std::exception_ptr pending);
 
 // Hot methods of Manager, and MatchResult; see bindings_fast.cc.
 void add_fast_calls(py::module_& module, py::object manager_type);
+void bind_events(py::object manager_type);
 
 }  // namespace fastkv::core

@@ -123,6 +123,22 @@ def _field(tag: bytes, value: bytes) -> bytes:
     return tag + struct.pack("<I", len(value)) + value
 
 
+def decode_extra(extra: bytes) -> Identity:
+    """The identity that a block's extra bytes stand for, without its images: what `Identity.block_extras` encoded."""
+    fields: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(extra):
+        (size,) = struct.unpack_from("<I", extra, at + 1)
+        fields.setdefault(extra[at : at + 1], extra[at + 5 : at + 5 + size])
+        at += 5 + size
+    return Identity(
+        salt=fields.get(b"S", b"").decode("utf-8", "surrogatepass"),
+        lora=fields.get(b"L", b"").decode("utf-8", "surrogatepass"),
+        lora_id=struct.unpack("<q", fields[b"I"])[0] if b"I" in fields else 0,
+        weights_version=fields.get(b"W", b"").decode("utf-8", "surrogatepass"),
+    )
+
+
 def as_token_array(tokens: object) -> TokenArray:
     """Token ids as a contiguous int32 array; the caller's own array when it is one already.
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from fastkv.core.digest import NO_IDENTITY, Identity
 from fastkv.errors import ConfigError, RequestError
 from fastkv.scheduler._native import core
+from fastkv.scheduler.events import KVCacheEvent, events_of
 from fastkv.scheduler.policy import EvictionPolicy, parse_policy
 
 BlockIds = npt.NDArray[np.int32]
@@ -108,6 +109,7 @@ class CacheManager(core.Manager):
         num_host_blocks: blocks of the host pool.
         policy: which evictable block goes first.
         max_pinned_blocks: how many blocks pin() may keep; None: half of num_device_blocks, of none while unknown.
+        record_events: keep a log of stored and removed blocks for take_events().
         clock: seconds; what priorities expire by.
         hash_mask: thins out the fast hash, for tests: 0 makes every block collide, and nothing else changes.
 
@@ -124,6 +126,7 @@ class CacheManager(core.Manager):
         num_host_blocks: int = 0,
         policy: str | EvictionPolicy = EvictionPolicy.LRU,
         max_pinned_blocks: int | None = None,
+        record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
         hash_mask: int = 2**64 - 1,
     ) -> None:
@@ -148,6 +151,7 @@ class CacheManager(core.Manager):
             (num_device_blocks or 0) // 2 if max_pinned_blocks is None else max_pinned_blocks,
             secrets.randbits(64),
             hash_mask,
+            record_events,
             clock,
         )
 
@@ -408,6 +412,17 @@ class CacheManager(core.Manager):
     def weights_version(self) -> str:
         """What set_weights_version was told last; "" before."""
         return self._weights_version
+
+    def take_events(self, *, everything: bool = False) -> list[KVCacheEvent]:
+        """Blocks that became findable at a level or ceased to be since the last call, oldest first.
+
+        Call it after a step was launched: digests are computed here. A log that nobody reads for long is replaced by
+        AllBlocksCleared and everything that is findable then.
+
+        Args:
+            everything: AllBlocksCleared and everything that is findable now, for a reader that starts late.
+        """
+        return events_of(self._take_events(everything), self.block_size)
 
     def stats(self) -> CacheStats:
         """Counts of now and counters since the start."""

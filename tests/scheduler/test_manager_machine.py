@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.scheduler_events import EventFollower
 from helpers.scheduler_model import ModelRequest, SchedulerModel
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -38,10 +39,12 @@ class ManagerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             policy=self.policy,
             max_pinned_blocks=3,
+            record_events=True,
             clock=lambda: self.model.now,
             hash_mask=self.hash_mask,
         )
         self.model = SchedulerModel(num_blocks, block_size, caching, self.policy, 3)
+        self.follower = EventFollower()
 
     def request(self, request_id: str) -> ModelRequest | None:
         return self.model.requests.get(request_id)
@@ -230,6 +233,15 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             self.manager.reset()
             self.model.forget()
+
+    @rule()
+    def read_events(self) -> None:
+        """Whoever follows the events knows what can be found; a reader that starts now learns the same."""
+        self.follower.apply(self.manager.take_events())
+        late = EventFollower()
+        late.apply(self.manager.take_events(everything=True))
+        assert self.follower.media == late.media
+        assert len(late.media) == sum(block.findable for block in self.model.blocks)
 
     def model_tick(self) -> None:
         """The manager looks at the clock in calls that evict or let go, once there was a priority."""

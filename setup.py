@@ -90,6 +90,7 @@ class PaddleOps(Extension):
                 *flags,
                 f"-isystem{include}",
                 f"-isystem{third_party}",
+                f"-ffile-prefix-map={paddle.parent}/=",  # headers' __FILE__ without this machine's folders
                 "-DPADDLE_WITH_CUSTOM_KERNEL",
                 "-Wno-unused-parameter",
             ]
@@ -131,7 +132,9 @@ class SchedulerCore(Extension):
             raise BuildError("error: the scheduler core needs pybind11: run `pip install pybind11`, then try again")
         import pybind11
 
-        return [*COMMON_FLAGS, f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
+        site = Path(pybind11.__file__).parent.parent
+        folders = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
+        return [*COMMON_FLAGS, *folders, f"-ffile-prefix-map={site}/="]
 
     def link_flags(self, in_source_tree: bool) -> list[str]:
         """Nothing but the C++ runtime."""

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from common import Row, interleave
-from scheduler_cases import Sizes, expect
+from scheduler_cases import BLOCKS_A_SAMPLE, Sizes, expect
 
 MAX_POOL = 10**5  # a peer written in Python takes minutes to fill a larger one
 WHAT = ("hit", "life", "admit")
@@ -78,7 +78,7 @@ def measure(peer: Peer, sizes: Sizes, budget_s: float, bounds: Mapping[str, floa
         return []
     bench, rows = peer.make(sizes), []
     for what in WHAT:  # life wants the prompts that admit pushes out
-        (median,) = interleave([getattr(bench, what)], budget_s, warmup_rounds=3)
+        (median,) = interleave([getattr(bench, what)], budget_s, warmup_rounds=4)
         label = f"{what}_{sizes.label}"
         rows.append(Row.cost(f"peer_{peer.name}_{label}", median[0], "ns/block", bounds[label]))
     return rows
@@ -87,10 +87,10 @@ def measure(peer: Peer, sizes: Sizes, budget_s: float, bounds: Mapping[str, floa
 class _Rounds:
     """What both peers share: prompts, visited in turn, and prompts that were never seen."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, num_prompts: int) -> None:
         self.sizes = sizes
         rng = np.random.default_rng(1)
-        self.prompts = rng.integers(0, 2**17, (sizes.num_prompts, sizes.prompt + 1), dtype=np.int64)
+        self.prompts = rng.integers(0, 2**17, (num_prompts, sizes.prompt + 1), dtype=np.int64)
         self.fresh = rng.integers(0, 2**17, (sizes.group, sizes.prompt + 1), dtype=np.int64)
         self.serial = 0
         self.turns = self._turns()
@@ -98,7 +98,7 @@ class _Rounds:
     def _turns(self) -> Iterator[range]:
         group = self.sizes.group
         while True:
-            for start in range(0, self.sizes.num_prompts - group + 1, group):
+            for start in range(0, len(self.prompts) - group + 1, group):
                 yield range(start, start + group)
 
     def renew(self, start: int) -> None:
@@ -204,7 +204,7 @@ class _SglangBench:
     """The tree has no size of its own: the bench keeps it at the pool's tokens, as SGLang's allocator would."""
 
     def __init__(self, sizes: Sizes, core: Any, tree: Any, torch: Any, face: _SglangFace | None = None) -> None:
-        self.rounds, self.sizes, self.core, self.tree = _Rounds(sizes), sizes, core, tree
+        self.rounds, self.sizes, self.core, self.tree = _Rounds(sizes, sizes.num_prompts), sizes, core, tree
         if face is not None:
             self._match, self._lock, self._unlock = face.match, face.lock, face.unlock  # type: ignore[method-assign]
             self._insert = lambda key, cached=0: face.insert(key, self.slots, cached)  # type: ignore[method-assign]
@@ -214,6 +214,7 @@ class _SglangBench:
         self.keys = [array("q", row.tobytes()) for row in self.rounds.prompts]
         for key in self.keys:
             self._insert(key[: sizes.prompt])
+        self.used_tokens = len(self.keys) * sizes.prompt  # counted here: the tree's own total_size() walks all nodes
         half = sizes.blocks // 2 * sizes.block
         for key in self.keys:  # used last, so that `life` finds the first halves
             self._unlock(self._lock(self._match(key[: half + 1])))
@@ -240,7 +241,8 @@ class _SglangBench:
         self.tree.insert(self.core.InsertParamsBinding(key=key, value=self.slots, prev_prefix_len=cached))
 
     def _make_room(self, tokens: int) -> None:
-        wanted = self.tree.total_size()[0] + tokens - self.pool_tokens
+        self.used_tokens += tokens
+        wanted = self.used_tokens - self.pool_tokens
         if wanted <= 0:
             return
         freed, tree = {0: 0}, self.tree
@@ -251,6 +253,7 @@ class _SglangBench:
                 raise RuntimeError(f"sglang's tree gave {freed[0]} of {wanted} tokens back")
             freed[0] += tree.evict_device_leaf(step.node_id).tracker.get(0, 0)
         tree.evict_device_end(0)
+        self.used_tokens -= freed[0]
 
     def hit(self) -> list[float]:
         keys = [self.keys[place] for place in next(self.rounds.turns)]
@@ -326,8 +329,11 @@ def _find_vllm() -> Callable[[Sizes], PeerBench] | str:
 
 
 class _VllmBench:
+    """A hit costs a new block for the token that is left to compute; the pool has room for those beside the prompts."""
+
     def __init__(self, sizes: Sizes, manager: Any, request: Callable[[str, list[int]], Any]) -> None:
-        self.rounds, self.sizes, self.manager, self.request = _Rounds(sizes), sizes, manager, request
+        num_prompts = (sizes.pool - 2 * BLOCKS_A_SAMPLE) // (sizes.blocks + 1)
+        self.rounds, self.sizes, self.manager, self.request = _Rounds(sizes, num_prompts), sizes, manager, request
         for row in self.rounds.prompts:
             self._admit([row.tolist()])
         half = sizes.blocks // 2 * sizes.block

@@ -55,6 +55,16 @@ format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE))
 
+sanitize:
+	@sh custom_ops/core/tests/sanitize.sh
+
+# One line of flags for every benchmark: make bench-scheduler BENCH="--quick --json"
+BENCH ?= --quick
+bench-scheduler bench-attention bench-tiers: bench-%: setup
+	@$(BIN)/python benchmarks/$*.py $(BENCH)
+
+bench: bench-scheduler bench-attention bench-tiers
+
 clean:
 	rm -rf build dist *.egg-info fastkv/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv/.native
 

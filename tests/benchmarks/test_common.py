@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from common import Row, interleave, load_floor, print_rows
@@ -46,7 +47,7 @@ def test_print_rows_table_shows_figure_bound_and_ratio(capsys: pytest.CaptureFix
     assert note == "a note"
 
 
-def test_floor_that_does_not_compile_is_refused_with_the_compiler_message(tmp_path) -> None:
+def test_floor_that_does_not_compile_is_refused_with_the_compiler_message(tmp_path: Path) -> None:
     source = tmp_path / "broken.cc"
     source.write_text("int f() { return missing; }")
     with pytest.raises(RuntimeError, match="missing"):

@@ -44,6 +44,7 @@ class PyIndex {
     const auto count = static_cast<int64_t>(blocks.size());
     if (count > prefix.view.size() / index.block_size()) throw RequestFault("more blocks than full blocks of tokens");
     Row<NodeId> path;
+    index.reserve();  // the pool may have grown
     index.publish({prefix.view.data(), prefix.extras}, count, path, blocks.data());
     return {{path.begin(), path.end()}, blocks};
   }

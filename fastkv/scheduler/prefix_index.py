@@ -48,7 +48,7 @@ class PrefixIndex:
         policy: EvictionPolicy = EvictionPolicy.LRU,
         hash_mask: int = 2**64 - 1,
     ) -> None:
-        self.block_size, self._device = block_size, device
+        self.block_size = block_size
         self._native = core.PrefixIndex(
             block_size, device.native, HostBlockPool(0).native, policy.value, secrets.randbits(64), hash_mask
         )
@@ -72,7 +72,7 @@ class PrefixIndex:
 
         A block whose content is published already goes back to the pool; the result names the published copy.
         """
-        nodes, blocks = self._native.publish(tokens, self._extras(identity), list(device_blocks), self._device.native)
+        nodes, blocks = self._native.publish(tokens, self._extras(identity), list(device_blocks))
         return HeldPrefix(tuple(nodes), tuple(blocks))
 
     def release(self, prefix: HeldPrefix) -> None:

@@ -271,7 +271,7 @@ class CollidingMachine(ManagerMachine):
 
 
 SETTINGS = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=70, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 for machine in (ManagerMachine, TwoQueueMachine, CollidingMachine):
     machine.TestCase.settings = SETTINGS

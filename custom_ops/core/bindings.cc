@@ -194,5 +194,6 @@ PYBIND11_MODULE(_core, module) {
   const py::object manager_type = bind_manager(module);
   add_fast_calls(module, manager_type);
   bind_events(manager_type);
+  bind_transfers(manager_type);
   bind_parts(module);
 }

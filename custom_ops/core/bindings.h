@@ -5,6 +5,7 @@
 
 namespace fastkv::core {
 
-void bind_parts(pybind11::module_& module);  // pools, index, digests
+void bind_parts(pybind11::module_& module);     // pools, index, digests
+void bind_transfers(pybind11::object manager);  // the manager's copies between levels
 
 }  // namespace fastkv::core

@@ -16,11 +16,14 @@
 // something below is hot, so is everything above (a match finds whole prefixes), hence a child in kMain has its parent
 // in kMain; a kMain head can only have children in kProbation, and then that list gives the victim.
 //
+// A node in a copy keeps its place and is passed over; its size does not count it.
+//
 // Priorities go above both: the victim comes from the lowest non-empty priority. Priorities and their expiry are raised
 // along whole prefixes, so a child never outranks its parent and every list head is a leaf among the lists that may
 // give the victim.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "node.h"
@@ -53,8 +56,8 @@ class EvictionOrder {
     node.list[level_] = static_cast<uint8_t>(index);
     (list.tail == kNone ? list.head : nodes_[list.tail].link[level_].next) = id;
     list.tail = id;
-    ++list.size;
-    ++size_;
+    count(list, node.has(kInCopy) ? 0 : 1);
+    passed_over_ += node.has(kInCopy);
   }
 
   // As push, but right before `before`, which is in this order; used when a copy lands after its parent's did.
@@ -66,8 +69,18 @@ class EvictionOrder {
     node.list[level_] = index;
     (prev == kNone ? lists_[index].head : nodes_[prev].link[level_].next) = id;
     nodes_[before].link[level_].prev = id;
-    ++lists_[index].size;
-    ++size_;
+    count(lists_[index], node.has(kInCopy) ? 0 : 1);
+    passed_over_ += node.has(kInCopy);
+  }
+
+  // A node of this order gets into a copy, or out of it. Call before kInCopy is set, and after it was taken back.
+  void pass_over(NodeId id) {
+    count(lists_[nodes_[id].list[level_]], -1);
+    ++passed_over_;
+  }
+  void count_again(NodeId id) {
+    count(lists_[nodes_[id].list[level_]], 1);
+    --passed_over_;
   }
 
   bool contains(NodeId id) const { return nodes_[id].list[level_] != kNoList; }
@@ -79,8 +92,8 @@ class EvictionOrder {
     (link.prev == kNone ? list.head : nodes_[link.prev].link[level_].next) = link.next;
     (link.next == kNone ? list.tail : nodes_[link.next].link[level_].prev) = link.prev;
     node.list[level_] = kNoList;
-    --list.size;
-    --size_;
+    count(list, node.has(kInCopy) ? 0 : -1);
+    passed_over_ -= node.has(kInCopy);
   }
 
   // Many pushes or removals in a row, with the counters in registers and neighbours in the list unlinked together: a
@@ -97,7 +110,8 @@ class EvictionOrder {
       node.list[order_.level_] = static_cast<uint8_t>(index);
       (tail_ == kNone ? order_.lists_[index].head : order_.nodes_[tail_].link[order_.level_].next) = id;
       tail_ = id;
-      ++added_;
+      added_ += !node.has(kInCopy);
+      order_.passed_over_ += node.has(kInCopy);
     }
 
     // Call it before anybody else uses the order.
@@ -138,6 +152,7 @@ class EvictionOrder {
       next_ = node.link[order_.level_].next;
       index = kNoList;
       ++count_;
+      in_copy_ += node.has(kInCopy);
     }
 
     void flush() {
@@ -145,16 +160,17 @@ class EvictionOrder {
       List& list = order_.lists_[index_];
       (before_ == kNone ? list.head : order_.nodes_[before_].link[order_.level_].next) = next_;
       (next_ == kNone ? list.tail : order_.nodes_[next_].link[order_.level_].prev) = before_;
-      list.size -= count_;
-      order_.size_ -= count_;
-      count_ = 0;
+      list.size -= count_ - in_copy_;
+      order_.size_ -= count_ - in_copy_;
+      order_.passed_over_ -= in_copy_;
+      count_ = in_copy_ = 0;
     }
 
    private:
     EvictionOrder& order_;
     int index_ = 0;
     NodeId before_ = kNone, next_ = kNone;
-    int64_t count_ = 0;
+    int64_t count_ = 0, in_copy_ = 0;
   };
 
   // The next victims: from head on, count nodes along link.next go in this order, as long as the order is not changed.
@@ -165,24 +181,53 @@ class EvictionOrder {
   Victims victims() const {
     const List& probation = lists_[kProbation];
     const List& main = lists_[kMain];
-    if (probation.size > probation_target_) return {probation.head, probation.size - probation_target_};
-    if (probation.size && (!main.size || nodes_[main.head].device_children)) return {probation.head, 1};
-    if (probation.size) return {main.head, 1};  // one at a time: the next head of kMain may have children
+    if (probation.size > probation_target_) return run(probation, probation.size - probation_target_);
+    if (probation.size && (!main.size || nodes_[first(main)].device_children)) return run(probation, 1);
+    if (probation.size) return run(main, 1);  // one at a time: the next of kMain may have children
     for (int list = kMain; list < kLists; ++list)
-      if (lists_[list].size) return {lists_[list].head, lists_[list].size};
+      if (lists_[list].size) return run(lists_[list], lists_[list].size);
     return {kNone, 0};
   }
 
+  NodeId head(int list) const { return lists_[list].head; }
+  NodeId after(NodeId id) const { return nodes_[id].link[level_].next; }
+
   void clear() {
     for (List& list : lists_) list = List{};
-    size_ = 0;
+    size_ = passed_over_ = 0;
   }
 
  private:
+  static constexpr int64_t kLongestRun = 64;  // looked ahead for, while anything is in a copy
+
   struct List {
     NodeId head = kNone, tail = kNone;
-    int64_t size = 0;
+    int64_t size = 0;  // without nodes in a copy
   };
+
+  void count(List& list, int64_t change) {
+    list.size += change;
+    size_ += change;
+  }
+
+  // The first node of a list with size > 0 that is not in a copy.
+  NodeId first(const List& list) const {
+    NodeId id = list.head;
+    while (passed_over_ && nodes_[id].has(kInCopy)) id = nodes_[id].link[level_].next;
+    return id;
+  }
+
+  // Up to `most` nodes in a row, none of them in a copy; at least one, as list.size > 0.
+  Victims run(const List& list, int64_t most) const {
+    if (!passed_over_) return {list.head, most};
+    const NodeId head = first(list);
+    int64_t length = 1;
+    for (NodeId id = nodes_[head].link[level_].next; length < std::min(most, kLongestRun); ++length) {
+      if (id == kNone || nodes_[id].has(kInCopy)) break;
+      id = nodes_[id].link[level_].next;
+    }
+    return {head, length};
+  }
 
   int list_of(const Node& node) const {
     if (node.priority) return kPriority + node.priority - 1;
@@ -194,6 +239,7 @@ class EvictionOrder {
   const Policy policy_;
   List lists_[kLists];
   int64_t size_ = 0;
+  int64_t passed_over_ = 0;  // nodes of all lists that are in a copy
   int64_t probation_target_ = 0;
 };
 

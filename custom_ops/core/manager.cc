@@ -157,6 +157,8 @@ int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
                        std::to_string(request.num_tokens()) + " tokens are confirmed and its " +
                        std::to_string(request.num_blocks()) + " blocks hold " +
                        std::to_string(request.num_blocks() * size));
+  if (request.load && num_computed_tokens > request.computed)
+    throw RequestFault("request " + quoted(id) + " waits for blocks from the host; publish when their copy has ended");
   request.computed = num_computed_tokens;
   const int64_t full = num_computed_tokens / size;
   if (!options_.enable_prefix_caching || request.epoch != epoch_) return request.shared;
@@ -188,13 +190,16 @@ void Manager::claim_known(Request& request, int64_t full) {
 }
 
 void Manager::drop_blocks(Request& request) {
-  for (int64_t block = request.num_blocks() - 1; block >= request.shared; --block) device_.free(request.table[block]);
+  // Blocks that a load is writing stay with the load.
+  const int64_t own = request.load ? request.path.size() : request.shared;
+  for (int64_t block = request.num_blocks() - 1; block >= own; --block) device_.free(request.table[block]);
+  if (request.load) transfers_.at(request.load).request = nullptr;
   if (request.priority)
     index_.raise_priority(request.path.data(), request.shared, request.priority, now_s_ + request.ttl_s);
   index_.unhold(request.path.data(), request.path.size());
   request.table.clear();
   request.path.clear();
-  request.shared = request.computed = 0;
+  request.shared = request.computed = request.offered = request.load = 0;
   request.epoch = epoch_;
 }
 

@@ -20,6 +20,7 @@
 #include "block_pool.h"
 #include "prefix_index.h"
 #include "request.h"
+#include "transfers.h"
 
 namespace fastkv::core {
 
@@ -77,6 +78,24 @@ class Manager {
   int64_t pin(std::string_view id, int64_t num_blocks);
   void unpin(int64_t pin);
 
+  // Copies between levels; transfers.h. Offload: leading published blocks that were found at least min_hits times, as
+  // far as there is room on the host. Write back: those of the next num_victims device victims that are not on the
+  // host.
+  BegunTransfer begin_offload(std::string_view id, int64_t min_hits);
+  BegunTransfer begin_write_back(int64_t num_victims);
+  BegunTransfer begin_load(std::string_view id);
+  // Fetch: the num_blocks blocks after the first `first`, which are cached_blocks(id): blocks of the request that have
+  // a copy on the device or the host.
+  int64_t cached_blocks(std::string_view id);
+  BegunTransfer begin_fetch(std::string_view id, int64_t first, int64_t num_blocks);
+  // The first num_landed blocks arrived on every rank. With store, the host blocks that an offload brought are in a
+  // copy again: the new transfer, to storage.
+  BegunTransfer end_transfer(int64_t id, int64_t num_landed, bool store);
+  std::vector<Digest> transfer_digests(int64_t id);
+  int64_t num_transfers();
+  // Forget all copies at a level, none of which is held; returns how many those were.
+  int64_t forget_level(Level level);
+
   // Device blocks from now on. Returns how many blocks past that are still in use and drain.
   int64_t resize(int64_t num_blocks, bool drain);
   void reset();
@@ -127,6 +146,11 @@ class Manager {
   void drop_pin(NodeId end);
   void forget_everything();
   int64_t held_from(BlockId limit) const;
+  int64_t host_room() const;
+  void take_host_blocks(Transfer& transfer);
+  BegunTransfer register_transfer(Transfer transfer);
+  void settle(Transfer& transfer, int64_t num_landed);
+  void check_transfers() const;
   Query query_of(Request& request) { return {request.tokens.data(), request.extras}; }
 
   std::mutex mutex_;
@@ -140,6 +164,8 @@ class Manager {
   std::unordered_map<int64_t, NodeId> pins_;    // pin -> the node where its hold ends
   std::unordered_map<NodeId, int64_t> pinned_;  // node -> pins that cover it
   int64_t next_pin_ = 1;
+  std::unordered_map<int64_t, Transfer> transfers_;
+  int64_t next_transfer_ = 1;
   uint64_t epoch_ = 0;
   std::atomic<bool> uses_priorities_{false};
   double now_s_ = 0;

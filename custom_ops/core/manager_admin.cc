@@ -128,6 +128,9 @@ void Manager::check() {
     if (!request.path.empty()) ++ends[request.path.back()];
   }
   for (const auto& [pin, end] : pins_) ++ends[end];
+  for (const auto& [id, transfer] : transfers_)
+    if (transfer.kind == TransferKind::kLoad && !transfer.request)
+      for (const BlockId block : transfer.device) claim(block, "transfer " + std::to_string(id));
   index_.for_each([&](NodeId id, const Node& node, int32_t held_children) {
     if (node.block[kDevice] != kNone) claim(node.block[kDevice], "node " + std::to_string(id));
     const auto end = ends.find(id);
@@ -136,6 +139,7 @@ void Manager::check() {
   });
   if (used != device_.num_used())
     throw InvariantFault(std::to_string(device_.num_used() - used) + " device blocks leaked");
+  check_transfers();
 }
 
 }  // namespace fastkv::core

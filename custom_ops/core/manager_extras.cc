@@ -51,7 +51,7 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
     index_.share_privately(query_of(parent), parent.path, parent.table[parent.shared]);
   Request& child = requests_.emplace(child_id, parent).first->second;
   child.counted = true;
-  child.counted_hits = 0;
+  child.counted_hits = child.load = 0;
   child.path.resize(full);
   child.table.resize(full);
   index_.hold(child.path.data(), full);

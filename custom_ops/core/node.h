@@ -13,7 +13,10 @@
 //
 //     absent --attach--> held (holders > 0) <--hold / unhold--> evictable (in a list) --evict--> absent
 //                                                                                                  |
-//     no copy at any level, none arriving: the node leaves the index  <----------------------------'
+//     no copy at any level, not in a copy: the node leaves the index  <----------------------------'
+//
+// A node in a copy (kInCopy, prefix_index_copies.cc) is held in place: it keeps its place in the lists and is passed
+// over.
 //
 // Memory: 64 bytes a node + its tokens, + at most 32 bytes of hash table.
 #pragma once
@@ -34,10 +37,10 @@ enum NodeFlags : uint8_t {
   kHasExtra = 2,    // identity bytes in PrefixIndex::extras_
   kUnfindable = 4,  // not in the hash table (invalidated, or prefix caching is off): leaves when the last holder does
   kHot = 8,         // found by a match since it was published
-  kArriving = 16,   // a copy into its host block is in flight
+  kArriving = 16,   // a copy into a host block that will be its own is in flight
+  kInCopy = 32,     // it, or something below it, is read or written by a copy: it stays, and is not evictable
   kHasDigest = 64,  // its digest is in PrefixIndex::digests_
   kEventPending = 128,  // the event log has an unresolved record of it
-  kDropOnArrival = 32,  // the index gave the node up meanwhile
 };
 
 struct alignas(64) Node {

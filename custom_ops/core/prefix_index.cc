@@ -173,6 +173,18 @@ void PrefixIndex::share_privately(const Query& query, Row<NodeId>& path, BlockId
   path.push_back(id);
 }
 
+bool PrefixIndex::expect(const Query& query, int64_t block, NodeId parent, NodeId* id) {
+  const uint64_t name = hash(parent == kNone ? kHashRoot : nodes_[parent].hash, query, block);
+  size_t empty = 0;
+  if (find(parent, name, query, block, &empty) != kNone) return false;
+  *id = insert(parent, name, query, block);
+  Node& node = nodes_[*id];
+  table_.insert_at(empty, name, *id);
+  node.holders = 0;  // nobody holds it; it stays as long as it is in a copy
+  node.set(kArriving, true);
+  return true;
+}
+
 // A new node, held once by a hold that ended at the parent, with no copies and not in the table yet.
 inline NodeId PrefixIndex::insert(NodeId parent, uint64_t hash, const Query& query, int64_t block) {
   NodeId id;

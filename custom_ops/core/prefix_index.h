@@ -19,7 +19,8 @@
 // is in the eviction order of a level exactly when it has a copy there and no holder; a node without a copy leaves.
 //
 // prefix_index.cc: match, publish. prefix_index_evict.cc: holds, eviction, removal. prefix_index_admin.cc: resize,
-// invalidate, check. prefix_index_priority.cc: priorities. prefix_index_events.cc: digests, events.
+// invalidate, check. prefix_index_priority.cc: priorities. prefix_index_copies.cc: copies between levels.
+// prefix_index_events.cc: digests, events.
 #pragma once
 
 #include <limits>
@@ -36,6 +37,7 @@
 #include "hash.h"
 #include "hash_table.h"
 #include "row.h"
+#include "sha256.h"
 
 namespace fastkv::core {
 
@@ -75,7 +77,7 @@ class PrefixIndex {
   void for_each(Fn fn) const {
     for (NodeId id = 0; id < fresh_node_; ++id) {
       const Node& node = nodes_[id];
-      if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+      if (!node.has(kInUse)) continue;
       int32_t held = 0;
       for (NodeId child = node.first_child; child != kNone; child = nodes_[child].next_sibling)
         held += nodes_[child].holders > 0;
@@ -115,6 +117,29 @@ class PrefixIndex {
 
   // Take count blocks from the eviction order; the caller has made sure that as many are evictable.
   void evict(Level level, int64_t count);
+
+  // A copy reads from or writes to one of the node's blocks; the node and what is above it stay until as many ended.
+  void begin_copy(NodeId id);
+  void end_copy(NodeId id);
+
+  // How many copies end at the node, or at children's side of it; 0 when it is in none.
+  int32_t copies(NodeId id) const {
+    const auto found = copies_.find(id);
+    return found == copies_.end() ? 0 : found->second;
+  }
+
+  void set_arriving(NodeId id, bool on) { nodes_[id].set(kArriving, on); }
+
+  // A node for block `block` of the query, below parent, whose bytes are arriving. False if there is such a node
+  // already. Nobody holds it: begin_copy next.
+  bool expect(const Query& query, int64_t block, NodeId parent, NodeId* id);
+
+  // The bytes of a node in a copy have arrived in the block. False if the index has no use for them: the weights
+  // changed, it has a copy at the level already, or it would be on the device without its parent.
+  bool land(NodeId id, Level level, BlockId block);
+
+  // Appends the next victims of a level, at most `most`, in order (for 2q: list after list).
+  int64_t next_victims(Level level, int64_t most, std::vector<NodeId>& out) const;
 
   // Forget the node's copy at the level, and every copy below it that would lose its parent. Nothing of it is held.
   void drop(NodeId id, Level level);
@@ -196,6 +221,7 @@ class PrefixIndex {
   int64_t num_nodes_ = 0;
   int64_t evicted_[kLevels] = {0, 0};
   BlockId device_limit_ = INT32_MAX;
+  std::unordered_map<NodeId, int32_t> copies_;
 };
 
 }  // namespace fastkv::core

@@ -5,11 +5,16 @@
 #include "prefix_index.h"
 
 namespace fastkv::core {
+namespace {
+
+// In use, and neither a request nor a copy keeps it.
+bool is_loose(const Node& node) { return node.has(kInUse) && node.holders == 0 && !node.has(kInCopy); }
+
+}  // namespace
 
 int64_t PrefixIndex::num_evictable_from(BlockId limit) const {
   int64_t count = 0;
-  for (NodeId id = 0; id < fresh_node_; ++id)
-    count += nodes_[id].has(kInUse) && nodes_[id].holders == 0 && nodes_[id].block[kDevice] >= limit;
+  for (NodeId id = 0; id < fresh_node_; ++id) count += is_loose(nodes_[id]) && nodes_[id].block[kDevice] >= limit;
   return count;
 }
 
@@ -20,20 +25,22 @@ int64_t PrefixIndex::bytes() const {
 void PrefixIndex::set_device_limit(BlockId limit) {
   device_limit_ = limit;
   for (NodeId id = 0; id < fresh_node_; ++id) {
-    const Node& node = nodes_[id];
-    if (node.has(kInUse) && node.holders == 0 && node.block[kDevice] >= limit) drop(id, kDevice);
+    if (is_loose(nodes_[id]) && nodes_[id].block[kDevice] >= limit) drop(id, kDevice);
   }
 }
 
 void PrefixIndex::invalidate() {
   for (NodeId id = 0; id < fresh_node_; ++id) {
     Node& node = nodes_[id];
-    if (node.has(kInUse)) node.set(kUnfindable, true);
+    if (!node.has(kInUse)) continue;
+    node.set(kUnfindable, true);
+    for (const Level level : {kDevice, kHost})
+      if (node.list[level] != kNoList) order_[level].remove(id);
   }
   table_.clear();
   note_cleared();
   for (NodeId id = 0; id < fresh_node_; ++id)
-    if (nodes_[id].has(kInUse) && nodes_[id].holders == 0 && !nodes_[id].has(kDropOnArrival)) remove_subtree(id);
+    if (is_loose(nodes_[id])) remove_subtree(id);
 }
 
 void PrefixIndex::check() const {
@@ -46,17 +53,20 @@ void PrefixIndex::check() const {
   int64_t nodes = 0, listed[kLevels] = {0, 0};
   for (NodeId id = 0; id < fresh_node_; ++id) {
     const Node& node = nodes_[id];
-    if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+    if (!node.has(kInUse)) continue;
     ++nodes;
-    if (!node.resident() && !node.has(kArriving)) fail(id, "has no copy and is still in the index");
+    if (!node.resident() && !node.has(kInCopy)) fail(id, "has no copy and is still in the index");
     if (node.holders < 0) fail(id, "has fewer than no holders");
-    if (node.has(kUnfindable) && node.holders == 0) fail(id, "is neither findable nor held");
+    if (node.has(kUnfindable) && is_loose(node)) fail(id, "is neither findable nor held");
+    if (node.has(kInCopy) != (copies(id) > 0)) fail(id, "counts its copies wrongly");
+    if (node.has(kArriving) && (!node.has(kInCopy) || node.block[kHost] != kNone)) fail(id, "expects bytes in vain");
     for (const Level level : {kDevice, kHost}) {
       const bool copy = node.block[level] != kNone;
       if (copy && node.block[level] < pools_[level]->num_blocks() && is_free[level][node.block[level]])
         fail(id, "has a copy in a free block");
-      if ((copy && node.holders == 0) != (node.list[level] != kNoList)) fail(id, "is in the wrong set of a level");
-      listed[level] += node.list[level] != kNoList;
+      const bool evictable = copy && node.holders == 0 && !node.has(kUnfindable);
+      if (evictable != (node.list[level] != kNoList)) fail(id, "is in the wrong set of a level");
+      listed[level] += evictable && !node.has(kInCopy);
     }
     const int64_t found = node.has(kUnfindable) ? 1 : static_cast<int64_t>(table_.find(node.hash, [&](NodeId other) {
       return other == id;
@@ -66,7 +76,8 @@ void PrefixIndex::check() const {
     const Node& parent = nodes_[node.parent];
     if (!parent.has(kInUse)) fail(id, "has a parent that is not in the index");
     if (node.block[kDevice] != kNone && parent.block[kDevice] == kNone) fail(id, "is on the device, its parent is not");
-    if (!parent.resident() && !parent.has(kArriving)) fail(id, "is findable and its parent is not");
+    if (node.block[kHost] != kNone && !parent.resident()) fail(id, "is on the host, its parent is nowhere");
+    if (node.has(kInCopy) && !parent.has(kInCopy)) fail(id, "is in a copy and its parent is not");
     if (node.holders && !parent.holders) fail(id, "is held and its parent is not");
     if (node.has(kHot) && !parent.has(kHot)) fail(id, "is hot and its parent is not");
     if (node.priority > parent.priority) fail(id, "outranks its parent");
@@ -79,7 +90,7 @@ void PrefixIndex::check() const {
     if (listed[level] != order_[level].size()) throw InvariantFault("an eviction order counts its blocks wrongly");
   for (NodeId id = 0; id < fresh_node_; ++id) {
     const Node& node = nodes_[id];
-    if (!node.has(kInUse) || node.has(kDropOnArrival)) continue;
+    if (!node.has(kInUse)) continue;
     int32_t seen = 0;
     for (NodeId child = node.first_child; child != kNone; child = nodes_[child].next_sibling) {
       if (nodes_[child].parent != id) fail(child, "is in the child list of a node that is not its parent");

@@ -37,8 +37,11 @@ void PrefixIndex::pick_up(NodeId id) { pick_up_now(nodes_[id], id); }
 // Nobody holds the node from now on. It may leave at once, and its slot with it.
 inline void PrefixIndex::let_go(NodeId id) {
   Node& node = nodes_[id];
-  if (node.has(kUnfindable)) return remove_subtree(id);
-  if (node.block[kDevice] >= device_limit_) {
+  if (node.has(kUnfindable)) {
+    if (!node.has(kInCopy)) remove_subtree(id);
+    return;
+  }
+  if (node.block[kDevice] >= device_limit_ && !node.has(kInCopy)) {
     drop(id, kDevice);
     if (!node.has(kInUse)) return;
   }
@@ -108,7 +111,7 @@ int64_t PrefixIndex::evict_run(Level level, NodeId id, int64_t count) {
     if (ghosts_ && level == kDevice && node.list[kDevice] == EvictionOrder::kProbation) ghosts_->add(node.hash);
     remover.remove(id, node);
     detach(id, level);
-    if (!node.resident() && !node.has(kArriving)) {
+    if (!node.resident()) {
       if (node.first_child != kNone) {  // on the host only; they may be anywhere in its order
         remover.flush();
         remove_subtree(id);
@@ -136,11 +139,6 @@ inline void PrefixIndex::remove(NodeId id) {
   if (node.has(kHasExtra)) extras_.erase(id);
   if (static_cast<size_t>(id) < lives_.size()) ++lives_[id].generation;
   --num_nodes_;
-  if (node.has(kArriving)) {  // a copy is being written for it: the slot waits for the copy to land
-    node.flags = kInUse | kUnfindable | kArriving | kDropOnArrival;
-    node.parent = kNone;
-    return;
-  }
   node.flags = 0;
   free_nodes_.push_back(id);
 }
@@ -166,7 +164,7 @@ void PrefixIndex::drop(NodeId id, Level level) {
     const NodeId parent = nodes_[at].parent;
     detach(at, level);
     ++evicted_[level];
-    if (!nodes_[at].resident() && !nodes_[at].has(kArriving)) remove_subtree(at);
+    if (!nodes_[at].resident()) remove_subtree(at);
     if (at == id) return;
     at = parent;
   }

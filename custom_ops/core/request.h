@@ -33,6 +33,8 @@ struct Request {
   uint64_t epoch = 0;    // of the weights that its blocks are computed with
   bool counted = false;  // a match of it is in the statistics
   int64_t counted_hits = 0;
+  int64_t offered = 0;  // leading published blocks that were considered for a copy to the host
+  int64_t load = 0;     // the transfer that writes blocks [shared, path.size()) of the table; 0: none
   uint8_t priority = 0;
   double ttl_s = std::numeric_limits<double>::infinity();
 
@@ -47,7 +49,7 @@ struct Request {
     extras.clear();
     images.clear();
     digests.clear();
-    shared = computed = counted_hits = 0;
+    shared = computed = counted_hits = offered = load = 0;
     counted = false;
     priority = 0;
     ttl_s = std::numeric_limits<double>::infinity();

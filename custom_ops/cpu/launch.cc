@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "checks.h"
 #include "fastkv/kernel_table.h"
@@ -20,8 +21,6 @@ namespace {
 
 // Below this many elements, waking threads costs more than it saves.
 constexpr int64_t kParallelElements = 1 << 14;
-// Query rows that share one decoding of K and V.
-constexpr int64_t kTileRows = 64;
 
 thread_local ThreadScratch thread_scratch;
 
@@ -122,40 +121,93 @@ std::unique_ptr<int64_t[]> token_positions(const BatchView& batch) {
   return positions;
 }
 
-struct TaskList {
-  std::unique_ptr<AttendTask[]> tasks;
-  int64_t count = 0;
+// A call should have this many pieces, so that many cores share even one long request. Never derived from the number
+// of threads: a result must not depend on it.
+constexpr int64_t kWantedPieces = 64;
+// Positions of a piece: enough to outweigh a merge, and a multiple of what kernels take at once; for the few rows of a
+// decode step, few enough that float32 sums over them stay exact to about 1e-6.
+constexpr int64_t kMinPiece = 1024;
+constexpr int64_t kMaxPiece = 8192;
+constexpr int64_t kPieceStep = 64;
+constexpr int64_t kFewRows = 16;
+
+/// The work of one call: tiles of all (request, kv head) pairs, the large ones cut into pieces over their positions.
+struct WorkList {
+  struct Merge {
+    AttendTask tile;
+    size_t first_piece;
+    int64_t pieces;
+  };
+  std::vector<AttendTask> pieces;
+  std::vector<Merge> merges;
   int64_t longest = 0;    // rows of the largest tile
-  int64_t positions = 0;  // that all tasks read, for the decision whether to use threads
+  int64_t positions = 0;  // that all tiles read, for the decision whether to use threads
+  int64_t partial_floats = 0;
 };
 
-/// Tiles of all (request, kv head) pairs; within a request the last tile, which reads most, comes first.
-bool list_tasks(const AttentionParams& p, TaskList* list) {
+/// Tiles of at most tile_rows rows; within a request the last, which reads most, comes first.
+std::vector<AttendTask> list_tiles(const AttentionParams& p, int64_t tile_rows) {
   const BatchView& batch = p.batch;
-  const int64_t heads = p.key.kv_heads;
-  const int64_t group = p.q.heads / heads;
-  for (int pass = 0; pass < 2; ++pass) {  // count, then fill
-    int64_t count = 0;
-    for (int64_t r = 0; r < batch.batch; ++r) {
-      const int64_t rows = static_cast<int64_t>(batch.query_start[r + 1] - batch.query_start[r]) * group;
-      const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-      for (int64_t tile = tiles - 1; tile >= 0; --tile) {
-        for (int64_t head = 0; head < heads; ++head, ++count) {
-          if (pass == 0) continue;
-          const int64_t end = std::min(rows, (tile + 1) * kTileRows);
-          list->tasks[static_cast<size_t>(count)] = {r, head, tile * kTileRows, end};
-          list->longest = std::max(list->longest, end - tile * kTileRows);
-          list->positions += batch.context_lens[r] + (end - 1) / group + 1;
-        }
+  const int64_t group = p.q.heads / p.key.kv_heads;
+  std::vector<AttendTask> tiles;
+  for (int64_t r = 0; r < batch.batch; ++r) {
+    const int64_t rows = static_cast<int64_t>(batch.query_start[r + 1] - batch.query_start[r]) * group;
+    const int64_t context = batch.context_lens[r];
+    const int64_t count = (rows + tile_rows - 1) / tile_rows;
+    const auto bound = [&](int64_t i) { return i == count ? rows : rows * i / count / 6 * 6; };  // see kBlockRows
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const int64_t first = bound(i), end = bound(i + 1);
+      const int64_t own = context + first / group;  // position of the first row
+      const int64_t begin = p.window > 0 ? std::max<int64_t>(own + 1 - p.window, 0) : 0;
+      for (int64_t head = 0; head < p.key.kv_heads; ++head) {
+        tiles.push_back({r, head, first, end, begin, context + (end - 1) / group + 1, nullptr});
       }
     }
-    if (pass == 0) {
-      list->tasks.reset(new (std::nothrow) AttendTask[static_cast<size_t>(count + 1)]);
-      if (list->tasks == nullptr) return false;
-    }
-    list->count = count;
   }
-  return true;
+  return tiles;
+}
+
+WorkList list_work(const AttentionParams& p, int64_t tile_rows) {
+  WorkList work;
+  const std::vector<AttendTask> tiles = list_tiles(p, tile_rows);
+  double total = 0.0;
+  const auto size_of = [](const AttendTask& t) {
+    return static_cast<double>(t.row_end - t.row_begin) * static_cast<double>(t.pos_end - t.pos_begin);
+  };
+  for (const AttendTask& tile : tiles) total += size_of(tile);
+  for (const AttendTask& tile : tiles) {
+    const int64_t rows = tile.row_end - tile.row_begin, positions = tile.pos_end - tile.pos_begin;
+    work.positions += positions;
+    work.longest = std::max(work.longest, rows);
+    int64_t count = static_cast<int64_t>(size_of(tile) / total * kWantedPieces);
+    if (rows <= kFewRows) count = std::max(count, (positions + kMaxPiece - 1) / kMaxPiece);
+    count = std::max<int64_t>(std::min(count, positions / kMinPiece), 1);
+    if (count > 1) {
+      work.merges.push_back({tile, work.pieces.size(), count});
+      work.partial_floats += count * rows * partial_stride(p.out.dim);
+    }
+    const auto bound = [&](int64_t i) {
+      return i == count ? tile.pos_end : tile.pos_begin + positions * i / count / kPieceStep * kPieceStep;
+    };
+    for (int64_t i = 0; i < count; ++i) {
+      AttendTask piece = tile;
+      piece.pos_begin = bound(i);
+      piece.pos_end = bound(i + 1);
+      work.pieces.push_back(piece);
+    }
+  }
+  return work;
+}
+
+/// Gives the pieces of cut tiles their part of `memory`.
+void place_partials(const AttentionParams& p, WorkList* work, float* memory) {
+  for (WorkList::Merge& merge : work->merges) {
+    merge.tile.partial = memory;
+    for (int64_t i = 0; i < merge.pieces; ++i) {
+      work->pieces[merge.first_piece + static_cast<size_t>(i)].partial = memory;
+      memory += (merge.tile.row_end - merge.tile.row_begin) * partial_stride(p.out.dim);
+    }
+  }
 }
 
 }  // namespace
@@ -173,26 +225,42 @@ Status append_attention(const AttentionParams& params) {
   if (!status.ok()) return status;
 
   const KernelTable& table = kernels();
-  TaskList list;
+  WorkList work;
+  try {
+    work = list_work(params, table.tile_rows(params));
+  } catch (const std::bad_alloc&) {
+    return out_of_memory();
+  }
   const std::unique_ptr<int64_t[]> positions = token_positions(batch);
-  if (positions == nullptr || !list_tasks(params, &list)) return out_of_memory();
-  const int64_t scratch_floats = table.attend_scratch(params, list.longest);
-  const int64_t elements = list.positions * (params.key.dim + params.out.dim);
+  if (positions == nullptr) return out_of_memory();
+  const int64_t scratch_floats = table.attend_scratch(params, work.longest);
+  const int64_t elements = work.positions * (params.key.dim + params.out.dim);
+  const int64_t num_pieces = static_cast<int64_t>(work.pieces.size());
   const int wanted = elements < kParallelElements ? 1 : omp_get_max_threads();
-  const int threads = static_cast<int>(std::min<int64_t>(wanted, std::max<int64_t>(list.count, 1)));
-  float* scratch = thread_scratch.floats(scratch_floats * threads);
+  const int threads = static_cast<int>(std::min<int64_t>(wanted, std::max<int64_t>(num_pieces, 1)));
+  float* scratch = thread_scratch.floats(scratch_floats * threads + work.partial_floats);
   if (scratch == nullptr) return out_of_memory();
+  place_partials(params, &work, scratch + scratch_floats * threads);
 
   status = write_rows(params.k, params.v, params.key, params.value, batch.slot_mapping, batch.num_tokens, params.rope,
                       positions.get());
   if (!status.ok()) return status;
 
   std::atomic<int64_t> next{0};
+  const int64_t num_merges = static_cast<int64_t>(work.merges.size());
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float* own = scratch + omp_get_thread_num() * scratch_floats;
-    for (int64_t i = next++; i < list.count; i = next++) {
-      table.attend_tile(params, table, list.tasks[static_cast<size_t>(i)], own);
+    for (int64_t i = next++; i < num_pieces; i = next++) {
+      table.attend_piece(params, table, work.pieces[static_cast<size_t>(i)], own);
+    }
+    if (num_merges > 0) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < num_merges; ++i) {
+        const WorkList::Merge& merge = work.merges[static_cast<size_t>(i)];
+        table.merge_pieces(params, table, merge.tile, merge.pieces, own);
+      }
     }
   }
   const int64_t used = batch.query_start[batch.batch];

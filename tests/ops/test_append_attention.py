@@ -232,7 +232,8 @@ def test_chunked_prefill_gives_what_one_prefill_gives(rng: np.random.Generator, 
             parts.append(append_attention(*rows, twin.layer, paddle_batch(step), softmax_scale=0.25).numpy())
         outputs.append(np.concatenate(parts))
         layers.append(twin.layer)
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+    # integer codes are attended as fractions above 1: float32 rounds at the level of the largest value, here 4
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6 if quant_type == "none" else 8e-6)
     np.testing.assert_array_equal(layers[0].key.numpy(), layers[1].key.numpy())
 
 

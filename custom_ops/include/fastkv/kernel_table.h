@@ -29,13 +29,20 @@ using StoreRow = void (*)(const float* x, int64_t n, char* dst);
 /// Rotates x in place by the angles of one position.
 using RotateRow = void (*)(float* x, const float* cos, const float* sin, int64_t half, bool interleaved);
 
-/// A tile of query rows of one (request, kv head). Row i is query token i / group, head kv_head * group + i % group.
+/// A piece of work: a tile of query rows of one (request, kv head), over some of the positions that they attend. Row i
+/// is query token i / group, head kv_head * group + i % group.
 struct AttendTask {
   int64_t request;
   int64_t kv_head;
   int64_t row_begin;
   int64_t row_end;
+  int64_t pos_begin;
+  int64_t pos_end;
+  float* partial;  // null: the tile's only piece, results go to params.out; else see partial_stride
 };
+
+/// A piece's result, a row: round_up(out.dim, 8) unnormalised sums, then the largest score and the sum of weights.
+FASTKV_INLINE int64_t partial_stride(int64_t out_dim) { return (out_dim + 7) / 8 * 8 + 8; }
 
 struct KernelTable {
   EncodeRow encode_row[kStorageCount];  // [kNone] is unused: see store_row
@@ -44,9 +51,14 @@ struct KernelTable {
   LoadRow load_row[3];
   StoreRow store_row[3];
   RotateRow rotate_row;
-  /// Floats of scratch that attend_tile needs for a tile of `rows` rows; 64-byte aligned.
+  /// Query rows of a tile at most: what keeps a tile's scratch in the second-level cache.
+  int64_t (*tile_rows)(const AttentionParams& params);
+  /// Floats of scratch that attend_piece needs for a tile of `rows` rows; 64-byte aligned.
   int64_t (*attend_scratch)(const AttentionParams& params, int64_t rows);
-  void (*attend_tile)(const AttentionParams& params, const KernelTable& table, const AttendTask& task, float* scratch);
+  void (*attend_piece)(const AttentionParams& params, const KernelTable& table, const AttendTask& task, float* scratch);
+  /// Combines the `pieces` partial results of a tile, which lie one after the other at task.partial.
+  void (*merge_pieces)(const AttentionParams& params, const KernelTable& table, const AttendTask& task, int64_t pieces,
+                       float* scratch);
 
   FASTKV_INLINE DecodeRows decoder(const CacheView& cache) const {
     return cache.quant.storage == Storage::kNone ? decode_model_rows[static_cast<int>(cache.dtype)]

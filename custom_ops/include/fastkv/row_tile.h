@@ -1,0 +1,398 @@
+// Walks a tile of few query rows over the cache with the kernels of rows.h: chunks of positions that fit the
+// first-level cache, keys first, then values. While a chunk's keys are multiplied its values are fetched, and while its
+// values are added the next chunk's keys are: block tables jump where no hardware prefetcher follows.
+//
+// A storage or row length without kernels, and queries that folding would spoil (infinite, or out of float32's range
+// once scaled), go the plain way: each chunk is decoded to float32 first, then read by the float32 kernels.
+#pragma once
+
+#include "fastkv/attend.h"
+#include "fastkv/rows.h"
+
+namespace fastkv::FASTKV_ISA {
+
+inline constexpr int64_t kChunkBytes = 8192;  // of keys: a quarter of a small first-level cache
+inline constexpr int64_t kMaxChunk = 128;
+
+/// Rows of a chunk of positions, as pointers, and their dynamic scales.
+struct RowChunk {
+  const char* keys[kMaxChunk];
+  const char* values[kMaxChunk];
+  alignas(32) float key_scale[kMaxChunk + 8];
+  alignas(32) float value_scale[kMaxChunk + 8];
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+struct RowScratch {
+  int64_t dk, dv;  // padded to whole vectors
+  float *natural, *q, *out, *result, *scores, *maximum, *sum, *factor, *constant, *shrink;
+  float *key_scale, *key_zero, *value_scale, *value_zero, *value_carry, *value_offset, *value_factor, *keys, *values;
+  int32_t *key_order, *value_order;
+
+  RowScratch(const AttentionParams& p, int64_t rows, Carver* carver) {
+    dk = round_up(p.key.dim, kLanes);
+    dv = round_up(p.out.dim, kLanes);
+    natural = carver->take(rows * dk);
+    q = carver->take(rows * dk);
+    out = carver->take(rows * dv);
+    result = carver->take(dv + kLanes);
+    scores = carver->take(kMaxChunk * 8);
+    for (float** state : {&maximum, &sum, &factor, &constant, &shrink}) *state = carver->take(rows + kLanes);
+    for (float** scale : {&key_scale, &key_zero}) *scale = carver->take(dk);
+    for (float** x : {&value_carry, &value_offset, &value_factor}) *x = carver->take(dv);
+    for (float** scale : {&value_scale, &value_zero}) *scale = carver->take(dk > dv ? dk : dv);
+    key_order = reinterpret_cast<int32_t*>(carver->take(dk));
+    value_order = reinterpret_cast<int32_t*>(carver->take(dv));
+    keys = carver->take(kMaxChunk * dk);  // only of use without kernels
+    values = carver->take(kMaxChunk * dv);
+  }
+};
+
+/// Where each channel stands in lane order.
+static inline void fill_lane_order(const RowKernels& kernels, int64_t dim, int32_t* order) {
+  for (int64_t group = 0; group < dim; group += kernels.group_dim) {
+    int64_t channel = group;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      for (int64_t v = 0; v < kernels.vecs && channel < dim; ++v, ++channel) {
+        order[channel] = static_cast<int32_t>(group + v * kLanes + lane);
+      }
+    }
+  }
+}
+
+/// Subnormal floats are values of float8: no thread may flush them to zero while such kernels run.
+class KeepSubnormals {
+ public:
+#ifdef __AVX2__
+  explicit KeepSubnormals(bool needed) : saved_(_mm_getcsr()) {
+    if (needed) _mm_setcsr(saved_ & ~0x8040u);  // flush-to-zero and denormals-are-zero
+  }
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+  KeepSubnormals(const KeepSubnormals&) = delete;
+  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
+
+ private:
+  unsigned saved_;
+#else
+  explicit KeepSubnormals(bool) {}
+  ~KeepSubnormals() {}
+#endif
+};
+
+/// What soft-max needs to turn raw scores into weights.
+struct FoldTerms {
+  const float* factor;  // score = raw * factor[r] + constant[r], times key_scale of the position
+  const float* constant;
+  const float* key_scale;    // null: none
+  const float* value_scale;  // null: none; else joins the weight
+  float weight_factor;       // joins the weight
+};
+
+/// Folds raw scores of R rows into their running maximum and sum; leaves weights in place of the scores, and the
+/// factors for what was summed before.
+template <int R>
+static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, float* maximum, float* sum, float* shrink) {
+  constexpr int T = kStep<R>;
+  F8 factor, constant, old_maximum;
+  for (int l = 0; l < kLanes; ++l) {
+    const int r = l / T < R ? l / T : R - 1;
+    factor[l] = terms.factor[r];
+    constant[l] = terms.constant[r];
+    old_maximum[l] = maximum[r];
+  }
+  const auto by_position = [](const float* x) {
+    const F8 loaded = load8(x);
+    if (T == 2) return __builtin_shuffle(loaded, I8{0, 1, 0, 1, 0, 1, 0, 1});
+    if (T == 4) return __builtin_shuffle(loaded, I8{0, 1, 2, 3, 0, 1, 2, 3});
+    return loaded;
+  };
+  const int64_t steps = (count + T - 1) / T;
+  F8 top = old_maximum;
+  for (int64_t s = 0; s < steps; ++s) {
+    F8 x = load8(scores + s * kLanes) * factor + constant;
+    if (terms.key_scale != nullptr) x *= by_position(terms.key_scale + s * T);
+    if (s == steps - 1) {
+      for (int l = 0; l < kLanes; ++l) {
+        if (s * T + l % T >= count) x[l] = minus_infinity();
+      }
+    }
+    store8(scores + s * kLanes, x);
+    top = max8(x, top);
+  }
+  top = max_of_runs<T>(top);
+  // with nothing but -inf so far, subtracting it would give NaN; 0 makes every weight 0
+  const F8 base = select(top == splat(minus_infinity()), splat(0.0f), top);
+  const F8 old_factor = select(old_maximum == base, splat(1.0f), exp_nonpositive(old_maximum - base));
+  F8 total = splat(0.0f);
+  for (int64_t s = 0; s < steps; ++s) {
+    F8 weight = exp_nonpositive(load8(scores + s * kLanes) - base);
+    total += weight;
+    weight *= terms.weight_factor;
+    if (terms.value_scale != nullptr) weight *= by_position(terms.value_scale + s * T);
+    store8(scores + s * kLanes, weight);
+  }
+  total = sum_of_runs<T>(total);
+  for (int r = 0; r < R; ++r) {
+    maximum[r] = top[r * T];
+    shrink[r] = old_factor[r * T];
+    sum[r] = sum[r] * shrink[r] + total[r * T];
+  }
+}
+
+/// One tile's walk.
+class RowTile {
+ public:
+  RowTile(const Tile& tile, Carver* carver) : tile_(tile), s_(tile.p, tile.rows, carver) {}
+
+  void run() {
+    begin();
+    const KeepSubnormals keep(keys_.has_nan_code || values_.has_nan_code);
+    const int64_t row_bytes = direct_ ? tile_.p.key.row_bytes : s_.dk * 4;
+    const int64_t chunk = larger(16, smaller(kMaxChunk, kChunkBytes / larger(row_bytes, 1) / 8 * 8));
+    RowChunk chunks[2];
+    int now = 0;
+    prepare(&chunks[0], tile_.task.pos_begin, chunk);
+    while (chunks[now].count > 0) {
+      RowChunk& next = chunks[1 - now];
+      prepare(&next, chunks[now].begin + chunks[now].count, chunk);
+      if (!direct_) decode(&chunks[now]);
+      attend(chunks[now], next);
+      now = 1 - now;
+    }
+    for (int64_t row = 0; row < tile_.rows; ++row) finish(row);
+  }
+
+ private:
+  /// Chooses kernels, folds scales into the queries, empties the soft-max state.
+  void begin() {
+    const AttentionParams& p = tile_.p;
+    key_scales_ = expand_scales(p.key, tile_.task.kv_head, s_.key_scale, s_.key_zero);
+    value_scales_ = expand_scales(tile_.value, tile_.task.kv_head, s_.value_scale, s_.value_zero);
+    keys_ = find_row_kernels(p.key.quant.storage, p.key.dtype, p.key.dim);
+    values_ = find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim);
+    direct_ = keys_.score[0] != nullptr && values_.score[0] != nullptr;
+    if (direct_) fill_lane_order(keys_, p.key.dim, s_.key_order);
+    if (direct_) fill_lane_order(values_, tile_.value.dim, s_.value_order);
+    for (int64_t row = 0; row < tile_.rows; ++row) {
+      float* q = s_.natural + row * s_.dk;
+      tile_.load_query(row, q);
+      for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
+      direct_ = direct_ && fold_query(row, q);
+      s_.maximum[row] = minus_infinity();
+      s_.sum[row] = 0.0f;
+    }
+    std::memset(s_.out, 0, static_cast<size_t>(tile_.rows * s_.dv) * sizeof(float));
+    if (direct_) plan_finish();
+    weight_unit_ = direct_ && values_.has_nan_code ? 96 - largest_value_scale() : 0;
+    if (direct_) return;
+    keys_ = values_ = row_kernels_of<Float32Lanes>(0.0f, 0);
+    s_.q = s_.natural;
+    for (int64_t row = 0; row < tile_.rows; ++row) {
+      s_.factor[row] = 1.0f;
+      s_.constant[row] = 0.0f;
+    }
+    std::memset(s_.keys, 0, static_cast<size_t>(kMaxChunk * s_.dk) * sizeof(float));
+    std::memset(s_.values, 0, static_cast<size_t>(kMaxChunk * s_.dv) * sizeof(float));
+  }
+
+  /// The query in lane order with the scales in it; false if that leaves what kernels can work with.
+  bool fold_query(int64_t row, const float* natural) {
+    float* q = s_.q + row * s_.dk;
+    double constant = 0.0;
+    float largest = 0.0f;
+    bool finite = true;
+    if (tile_.p.key.quant.storage == Storage::kNone) {  // nothing to fold: any value will do
+      for (int64_t i = 0; i < tile_.p.key.dim; ++i) q[s_.key_order[i]] = natural[i];
+      s_.constant[row] = 0.0f;
+      s_.factor[row] = 1.0f;
+      return true;
+    }
+    for (int64_t i = 0; i < tile_.p.key.dim; ++i) {
+      const float folded = key_scales_.scale == nullptr ? natural[i] : natural[i] * key_scales_.scale[i];
+      const double zero = key_scales_.zero_point == nullptr ? 0.0 : key_scales_.zero_point[i];
+      constant -= folded * (keys_.offset + zero);
+      largest = std::fabs(folded) > largest ? std::fabs(folded) : largest;
+      finite = finite && folded - folded == 0.0f;
+      q[s_.key_order[i]] = folded;
+    }
+    s_.factor[row] = std::ldexp(1.0f, keys_.unit);
+    if (keys_.carry_bits != 0) constant -= take_carry(q) * s_.factor[row];
+    s_.constant[row] = static_cast<float>(constant);
+    if (!finite || s_.constant[row] - s_.constant[row] != 0.0f) return false;
+    if (!keys_.has_nan_code) return true;
+    // lanes are tiny: bring the products back into the middle of float32's range
+    const int exponent = largest == 0.0f ? 0 : std::ilogb(largest);
+    const int shift = exponent < -30 ? 126 : 96 - exponent;
+    const float up = std::ldexp(1.0f, shift);
+    for (int64_t i = 0; i < s_.dk; ++i) q[i] *= up;
+    s_.factor[row] = std::ldexp(1.0f, keys_.unit - shift);
+    return exponent < 96;
+  }
+
+  /// What finish() needs of each channel: value = (lane sum - left neighbour's * carry - offset * weights) * factor.
+  void plan_finish() {
+    for (int64_t i = 0; i < tile_.value.dim; ++i) {
+      const bool has_neighbour = values_.carry_bits != 0 && (i & (values_.vecs - 1)) != 0;
+      s_.value_carry[i] = has_neighbour ? std::ldexp(1.0f, -values_.carry_bits) : 0.0f;
+      s_.value_offset[i] = values_.offset + (value_scales_.zero_point == nullptr ? 0.0f : value_scales_.zero_point[i]);
+      s_.value_factor[i] = value_scales_.scale == nullptr ? 1.0f : value_scales_.scale[i];
+    }
+  }
+
+  /// Takes from each channel's factor what the next channel's lane repeats of it; returns the sum of what is left,
+  /// which the ones in the lanes add to every product.
+  double take_carry(float* q) const {
+    const float carry = std::ldexp(1.0f, -keys_.carry_bits);
+    const int64_t mask = keys_.vecs - 1;  // vecs is a power of two
+    double sum = 0.0;
+    for (int64_t i = 0; i < tile_.p.key.dim; ++i) {
+      if (((i + 1) & mask) != 0) q[s_.key_order[i]] -= q[s_.key_order[i + 1]] * carry;
+      sum += q[s_.key_order[i]];
+    }
+    return sum;
+  }
+
+  /// Binary exponent of the largest dynamic scale that the tile's weights will be multiplied by; 0 without any.
+  int largest_value_scale() const {
+    if (tile_.value.quant.token_scale == nullptr) return 0;
+    float largest = 0.0f;
+    each_run(tile_, tile_.task.pos_begin, tile_.task.pos_end,
+             [&](int64_t block, int64_t offset, int64_t count, int64_t) {
+               const float* scale = tile_.value.token_scale(block, tile_.task.kv_head, offset);
+               for (int64_t i = 0; i < count; ++i) largest = scale[i] > largest ? scale[i] : largest;
+             });
+    return largest > 0.0f && largest - largest == 0.0f ? std::ilogb(largest) : 0;
+  }
+
+  /// Pointers and scales of up to `chunk` positions from `begin`.
+  void prepare(RowChunk* c, int64_t begin, int64_t chunk) const {
+    c->begin = begin;
+    c->count = larger(0, smaller(chunk, tile_.task.pos_end - begin));
+    const int64_t head = tile_.task.kv_head;
+    each_run(tile_, begin, begin + c->count, [&](int64_t block, int64_t offset, int64_t count, int64_t done) {
+      const char* key = tile_.p.key.row(block, head, offset);
+      const char* value = tile_.value.row(block, head, offset);
+      for (int64_t i = 0; i < count; ++i) {
+        c->keys[done + i] = key + i * tile_.p.key.row_bytes;
+        c->values[done + i] = value + i * tile_.value.row_bytes;
+      }
+      if (tile_.p.key.quant.token_scale == nullptr) return;
+      const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+      std::memcpy(c->key_scale + done, tile_.p.key.token_scale(block, head, offset), bytes);
+      std::memcpy(c->value_scale + done, tile_.value.token_scale(block, head, offset), bytes);
+    });
+  }
+
+  /// Replaces the chunk's pointers by pointers to decoded rows.
+  void decode(RowChunk* c) const {
+    const int64_t end = c->begin + c->count;
+    decode_positions(tile_, tile_.p.key, c->begin, end, key_scales_, s_.keys, s_.dk);
+    if (!tile_.p.value_in_key) decode_positions(tile_, tile_.value, c->begin, end, value_scales_, s_.values, s_.dv);
+    for (int64_t i = 0; i < c->count; ++i) {
+      c->keys[i] = reinterpret_cast<const char*>(s_.keys + i * s_.dk);
+      c->values[i] = tile_.p.value_in_key ? c->keys[i] : reinterpret_cast<const char*>(s_.values + i * s_.dv);
+    }
+  }
+
+  /// Folds a chunk into every row, kMaxRows rows at a time.
+  void attend(const RowChunk& c, const RowChunk& next) {
+    const int64_t end = c.begin + c.count;
+    bool is_first = true;
+    for (int64_t row = 0; row < tile_.rows;) {
+      const int64_t low = larger(tile_.first(row), c.begin);
+      const int64_t high = smaller(tile_.position(row) + 1, end);
+      // rows of one token attend the same positions; without a window all tokens past the chunk do, too
+      const bool whole = low == c.begin && high == end && tile_.p.window == 0;
+      int64_t same = whole ? tile_.rows - row : (tile_.token(row) + 1) * tile_.group - (tile_.task.row_begin + row);
+      same = smaller(same, tile_.rows - row);
+      while (same > 0) {
+        const int64_t rows = (same + (same + kMaxRows - 1) / kMaxRows - 1) / ((same + kMaxRows - 1) / kMaxRows);
+        if (low < high) {
+          attend_rows(c, next, row, rows, low - c.begin, high - c.begin, is_first);
+          is_first = false;
+        }
+        row += rows;
+        same -= rows;
+      }
+    }
+  }
+
+  void attend_rows(const RowChunk& c, const RowChunk& next, int64_t row, int64_t rows, int64_t low, int64_t high,
+                   bool fetches) {
+    RowsJob job;
+    job.keys = c.keys + low;
+    job.values = c.values + low;
+    job.count = high - low;
+    job.key_groups = (direct_ ? tile_.p.key.dim : s_.dk) / keys_.group_dim;
+    job.value_vecs = (direct_ ? tile_.value.dim : s_.dv) / kLanes;
+    job.q = s_.q + row * s_.dk;
+    job.q_stride = s_.dk;
+    job.scores = s_.scores;
+    job.out = s_.out + row * s_.dv;
+    job.out_stride = s_.dv;
+    job.shrink = s_.shrink;
+    fetches = fetches && direct_;
+    if (fetches && !tile_.p.value_in_key) job.ahead = {c.values, c.count, (tile_.value.row_bytes + 63) / 64};
+    if (keys_.score[rows - 1](job)) spoil_scores(job, rows);
+
+    const bool has_token_scale = direct_ && tile_.p.key.quant.token_scale != nullptr;
+    const FoldTerms terms{s_.factor + row, s_.constant + row, has_token_scale ? c.key_scale + low : nullptr,
+                          has_token_scale ? c.value_scale + low : nullptr, std::ldexp(1.0f, weight_unit_)};
+    static constexpr decltype(&fold_rows<1>) kFold[] = {&fold_rows<1>, &fold_rows<2>, &fold_rows<3>, &fold_rows<4>};
+    kFold[rows - 1](s_.scores, job.count, terms, s_.maximum + row, s_.sum + row, s_.shrink);
+
+    job.ahead = {};
+    if (fetches) job.ahead = {next.keys, next.count, (tile_.p.key.row_bytes + 63) / 64};
+    if (values_.add[rows - 1](job)) spoil_sums(job, rows);
+  }
+
+  static bool is_nan_code(char code) { return (static_cast<uint8_t>(code) & 0x7F) == 0x7F; }
+
+  /// A key with a NaN code has a NaN score.
+  void spoil_scores(const RowsJob& job, int64_t rows) const {
+    const int64_t step = rows == 1 ? 8 : rows == 2 ? 4 : 2;
+    for (int64_t c = 0; c < job.count; ++c) {
+      bool has_nan = false;
+      for (int64_t i = 0; i < tile_.p.key.dim; ++i) has_nan = has_nan || is_nan_code(job.keys[c][i]);
+      for (int64_t r = 0; has_nan && r < rows; ++r) {
+        job.scores[c / step * kLanes + r * step + c % step] = __builtin_nanf("");
+      }
+    }
+  }
+
+  /// A channel with a NaN code sums to NaN, whatever its weight.
+  void spoil_sums(const RowsJob& job, int64_t rows) const {
+    for (int64_t c = 0; c < job.count; ++c) {
+      for (int64_t i = 0; i < tile_.value.dim; ++i) {
+        if (!is_nan_code(job.values[c][i])) continue;
+        for (int64_t r = 0; r < rows; ++r) job.out[r * job.out_stride + s_.value_order[i]] = __builtin_nanf("");
+      }
+    }
+  }
+
+  /// Undoes the values' folding and order, and hands the row over.
+  void finish(int64_t row) const {
+    float* out = s_.out + row * s_.dv;
+    if (!direct_) return tile_.finish(row, out, s_.maximum[row], s_.sum[row]);
+    const double total = s_.sum[row], ones = values_.carry_bits != 0 ? total : 0.0;
+    const double unit = std::ldexp(1.0, values_.unit - weight_unit_);
+    float* natural = s_.result + kLanes;  // with a place before it, for the first channel's left neighbour
+    natural[-1] = 0.0f;
+    for (int64_t i = 0; i < tile_.value.dim; ++i) natural[i] = out[s_.value_order[i]];
+    for (int64_t i = tile_.value.dim - 1; i >= 0; --i) {
+      const double sum = (natural[i] - ones) - (natural[i - 1] - ones) * s_.value_carry[i];
+      natural[i] = static_cast<float>((sum * unit - s_.value_offset[i] * total) * s_.value_factor[i]);
+    }
+    tile_.finish(row, natural, s_.maximum[row], s_.sum[row]);
+  }
+
+  const Tile& tile_;
+  RowScratch s_;
+  RowScales key_scales_, value_scales_;
+  RowKernels keys_, values_;
+  bool direct_ = false;
+  int weight_unit_ = 0;  // weights are multiplied by 2^weight_unit_
+};
+
+}  // namespace fastkv::FASTKV_ISA

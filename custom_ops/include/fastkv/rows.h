@@ -1,0 +1,248 @@
+// Attention for a few query rows that share one walk over K and V: decoding, and the verification of few tokens. Every
+// stored byte is read once for the whole group of rows and becomes floats in registers.
+//
+// Scores are kept a step at a time: T positions of R rows fill the eight lanes of one vector, row by row, so that
+// soft-max works on full vectors for any R, and 8 sums of products are reduced together.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "fastkv/lanes.h"
+
+namespace fastkv::FASTKV_ISA {
+
+inline constexpr int kMaxRows = 4;  // rows of one kernel call
+
+/// Positions that one vector of scores holds for R rows.
+template <int R>
+inline constexpr int kStep = R == 1   ? 8
+                             : R == 2 ? 4
+                                      : 2;
+
+/// Lines to fetch ahead while a kernel walks rows: row i of `rows`, `lines` cache lines each; lines == 0: none.
+struct Ahead {
+  const char* const* rows = nullptr;
+  int64_t count = 0;
+  int64_t lines = 0;
+};
+
+static FASTKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+
+/// What one row-kernel call works on.
+struct RowsJob {
+  const char* const* keys;    // count pointers
+  const char* const* values;  // count pointers
+  int64_t count;
+  int64_t key_groups;
+  int64_t value_vecs;
+  const float* q;  // R rows of q_stride floats, in lane order
+  int64_t q_stride;
+  float* scores;  // count / kStep<R> vectors, rounded up
+  float* out;     // R rows of out_stride floats, in lane order
+  int64_t out_stride;
+  const float* shrink;  // R factors for what out holds
+  Ahead ahead;
+};
+
+/// Writes raw scores (q . k) of R rows; true if a NaN code was seen.
+using ScoreRows = bool (*)(const RowsJob& job);
+/// out = out * shrink + weights . values for R rows; true if a NaN code was seen.
+using AddRows = bool (*)(const RowsJob& job);
+
+static FASTKV_INLINE void keep_in_register(F8& x) {
+#ifdef __AVX__
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
+}
+
+template <int V, int N, typename Body>
+static FASTKV_INLINE void unrolled(Body&& body) {
+  if constexpr (V < N) {
+    body(std::integral_constant<int, V>{});
+    unrolled<V + 1, N>(body);
+  }
+}
+
+/// Tells whether any NaN code passed.
+template <bool kWatches>
+struct NanWatch {
+  template <typename L>
+  FASTKV_INLINE void look(const char*) {}
+  FASTKV_INLINE bool seen() const { return false; }
+};
+#ifdef __AVX2__
+template <>
+struct NanWatch<true> {
+  __m256i bytes = _mm256_setzero_si256();
+  template <typename L>
+  FASTKV_INLINE void look(const char* group) {
+    bytes = L::watch(group, bytes);
+  }
+  FASTKV_INLINE bool seen() const {
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(static_cast<char>(254)))) != 0;
+  }
+};
+#endif
+
+template <typename L, int R>
+static bool score_rows(const RowsJob& job) {
+  constexpr int T = kStep<R>;
+  NanWatch<L::kHasNanCode> nan;
+  for (int64_t c = 0; c < job.count; c += T) {
+    const char* keys[T];
+    for (int t = 0; t < T; ++t) keys[t] = job.keys[c + t < job.count ? c + t : job.count - 1];
+    F8 sums[8];
+    for (int i = 0; i < 8; ++i) sums[i] = splat(0.0f);
+    const float* q = job.q;
+    for (int64_t g = 0; g < job.key_groups; ++g, q += L::kVecs * kLanes) {
+      unrolled<0, L::kVecs>([&](auto v) {
+        F8 key[T];
+        for (int t = 0; t < T; ++t) key[t] = L::template get<v>(keys[t] + g * L::kBytes);
+        for (int r = 0; r < R; ++r) {
+          F8 query = load8(q + r * job.q_stride + v * kLanes);
+          keep_in_register(query);  // or GCC loads it again for each of the T products
+          for (int t = 0; t < T; ++t) sums[r * T + t] += query * key[t];
+        }
+      });
+      for (int t = 0; t < T; ++t) nan.template look<L>(keys[t] + g * L::kBytes);
+    }
+    store8(job.scores + c / T * kLanes, sum_each(sums));
+    for (int t = 0; t < T && c + t < job.ahead.count; ++t) {
+      for (int64_t line = 0; line < job.ahead.lines; ++line) fetch(job.ahead.rows[c + t] + line * 64);
+    }
+  }
+  return nan.seen();
+}
+
+/// J vectors of R rows, from vector V0 of the group that starts at byte `at` of each row.
+template <typename L, int R, int J, int V0>
+static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, int64_t line, int64_t end_line) {
+  constexpr int T = kStep<R>;
+  NanWatch<L::kHasNanCode && V0 == 0> nan;
+  F8 sums[R][J];
+  for (int r = 0; r < R; ++r) {
+    const F8 shrink = splat(job.shrink[r]);
+    for (int j = 0; j < J; ++j) sums[r][j] = load8(job.out + r * job.out_stride + (vec + j) * kLanes) * shrink;
+  }
+  const auto add = [&](int64_t c, const float* weights) {
+    const char* row = job.values[c] + at;
+    F8 value[J];
+    unrolled<0, J>([&](auto j) {
+      constexpr int v = V0 + j;
+      value[j] = L::template get<v % L::kVecs>(row + v / L::kVecs * L::kBytes);
+      if constexpr (v % L::kVecs == 0) nan.template look<L>(row + v / L::kVecs * L::kBytes);
+    });
+    for (int r = 0; r < R; ++r) {
+      const F8 weight = splat(weights[r * T]);
+      for (int j = 0; j < J; ++j) sums[r][j] += weight * value[j];
+    }
+  };
+  const float* weights = job.scores;
+  int64_t c = 0;
+  for (; c + T <= job.count; c += T, weights += kLanes) {
+    for (int t = 0; t < T; ++t) add(c + t, weights + t);
+    if (line < end_line) {
+      for (int t = 0; t < T && c + t < job.ahead.count; ++t) {
+        for (int64_t i = line; i < end_line; ++i) fetch(job.ahead.rows[c + t] + i * 64);
+      }
+    }
+  }
+  for (int t = 0; c + t < job.count; ++t) add(c + t, weights + t);
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < J; ++j) store8(job.out + r * job.out_stride + (vec + j) * kLanes, sums[r][j]);
+  }
+  return nan.seen();
+}
+
+template <typename L, int R>
+static bool add_rows(const RowsJob& job) {
+  // enough independent sums to hide the adder's latency, few enough for the registers
+  constexpr int J = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int kSpan = J > L::kVecs ? J : L::kVecs;
+  constexpr int kRest = J < L::kVecs ? J : L::kVecs;
+  const int64_t parts = (job.value_vecs + J - 1) / J;
+  const int64_t lines = parts == 0 ? 0 : (job.ahead.lines + parts - 1) / parts;  // to fetch in each part
+  bool nan = false;
+  int64_t vec = 0, line = 0;
+  const auto next_lines = [&] {
+    line += lines;
+    return smaller(line, job.ahead.lines);
+  };
+  for (; vec + kSpan <= job.value_vecs; vec += kSpan) {
+    unrolled<0, kSpan / J>([&](auto part) {
+      const int64_t from = line;
+      nan |= add_part<L, R, J, part * J>(job, vec / L::kVecs * L::kBytes, vec + part * J, from, next_lines());
+    });
+  }
+  for (; vec < job.value_vecs; vec += L::kVecs) {
+    unrolled<0, L::kVecs / kRest>([&](auto part) {
+      const int64_t from = line;
+      nan |=
+          add_part<L, R, kRest, part * kRest>(job, vec / L::kVecs * L::kBytes, vec + part * kRest, from, next_lines());
+    });
+  }
+  return nan;
+}
+
+/// The kernels of one storage type and row length.
+struct RowKernels {
+  ScoreRows score[kMaxRows] = {};  // [rows - 1]; null: no kernel, rows have to be decoded first
+  AddRows add[kMaxRows] = {};
+  int64_t vecs = 1;       // vectors a group: channel order
+  int64_t group_dim = 8;  // channels a group
+  float offset = 0.0f;    // stored code = value + offset
+  int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
+  int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
+  bool has_nan_code = false;
+};
+
+template <typename L>
+static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
+  return {{&score_rows<L, 1>, &score_rows<L, 2>, &score_rows<L, 3>, &score_rows<L, 4>},
+          {&add_rows<L, 1>, &add_rows<L, 2>, &add_rows<L, 3>, &add_rows<L, 4>},
+          L::kVecs,
+          L::kVecs * kLanes,
+          offset,
+          unit,
+          carry_bits,
+          L::kHasNanCode};
+}
+
+/// Kernels that read a cache of this storage and row length as it lies; kernels.score[0] is null if there are none.
+static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t dim) {
+  if (storage == Storage::kNone && dtype == ModelDtype::kFloat32 && dim % 8 == 0) {
+    return row_kernels_of<Float32Lanes>(0.0f, 0);
+  }
+#ifdef __AVX2__
+  switch (storage) {
+    case Storage::kNone:
+      if (dtype == ModelDtype::kBFloat16 && dim % 16 == 0) return row_kernels_of<BFloat16Lanes>(0.0f, 0);
+      if (dtype == ModelDtype::kFloat16 && dim % 8 == 0) return row_kernels_of<Float16Lanes>(0.0f, 0);
+      break;
+    case Storage::kInt8:
+    case Storage::kInt8Zp:
+      if (dim % 32 == 0) return row_kernels_of<IntegerLanes<8, 4>>(128.0f, 8, 8);
+      if (dim % 16 == 0) return row_kernels_of<IntegerLanes<8, 2>>(128.0f, 8, 8);
+      break;
+    case Storage::kInt4Zp:
+      if (dim % 64 == 0) return row_kernels_of<IntegerLanes<4, 4>>(8.0f, 4, 4);
+      if (dim % 32 == 0) return row_kernels_of<IntegerLanes<4, 2>>(8.0f, 4, 4);
+      if (dim % 16 == 0) return row_kernels_of<IntegerLanes<4, 1>>(8.0f, 4, 4);
+      break;
+    case Storage::kFloat8E4M3:
+    case Storage::kFloat8E4M3Zp:
+    case Storage::kBlockWiseFp8:
+      if (dim % 32 == 0) return row_kernels_of<Float8Lanes<4>>(0.0f, 120);
+      if (dim % 16 == 0) return row_kernels_of<Float8Lanes<2>>(0.0f, 120);
+      break;
+    default:
+      break;
+  }
+#endif
+  return {};
+}
+
+}  // namespace fastkv::FASTKV_ISA

@@ -11,7 +11,9 @@
 //
 // Scan-resistant ("2q", after Johnson and Shasha's 2Q; S3-FIFO is its sibling): a block that no match has found since
 // it was published waits in kProbation, the others in kMain. The victim comes from kProbation while that holds more
-// than a tenth of the pool, so that prompts seen once push each other out and not the prefixes in use. A block that is
+// than half of the pool, so that prompts seen once push each other out and not the prefixes in use. (Half, because it
+// gained on Mooncake's two traces at nearly every size, up to 50 % more hits than LRU in small pools; a tenth gained a
+// little more there and lost 14 % in middling pools, where what is seen once so far often comes again.) A block that is
 // published again soon after it fell out of kProbation (the index keeps a ghost list of hashes) starts in kMain. If
 // something below is hot, so is everything above (a match finds whole prefixes), hence a child in kMain has its parent
 // in kMain; a kMain head can only have children in kProbation, and then that list gives the victim.

@@ -51,7 +51,7 @@ void PrefixIndex::reserve() {
     tokens_.grow_to(most * static_cast<size_t>(block_size_));
     table_.reserve(most, [this](NodeId id) { return nodes_[id].hash; });
   }
-  order_[kDevice].set_probation_target(pools_[kDevice]->num_blocks() / 10);
+  order_[kDevice].set_probation_target(pools_[kDevice]->num_blocks() / 2);
   if (policy_ == Policy::kTwoQueue && !ghosts_)
     ghosts_ = std::make_unique<GhostList>(static_cast<size_t>(pools_[kDevice]->num_blocks()));
 }

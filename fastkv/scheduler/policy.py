@@ -19,7 +19,7 @@ class EvictionPolicy(str, Enum):
 
     LRU: blocks leave in the order in which their last holder let go; of one release, the deepest first.
     TWO_QUEUE: as LRU, but blocks that no request has found since they were published leave first while they fill more
-        than a tenth of the pool, so that prompts seen once do not push out the prefixes in use.
+        than half of the pool, so that prompts seen once do not push out the prefixes in use.
     """
 
     LRU = "lru"

@@ -129,7 +129,7 @@ class SchedulerModel:
         if self.policy == "2q" and lowest == 0:
             probation = [block for block in choice if block.probation]
             main = [block for block in choice if not block.probation]
-            if probation and (len(probation) > self.num_blocks // 10 or not main or oldest(main) in parents):
+            if probation and (len(probation) > self.num_blocks // 2 or not main or oldest(main) in parents):
                 choice = probation
             else:
                 choice = main

@@ -7,11 +7,8 @@ line's flags). Every key has an environment twin, FASTKV_<SECTION>__<KEY>, for e
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,14 +16,17 @@ import msgspec
 import yaml
 
 from fastkv.core.dtype import AttentionKind, ScaleGranularity, check_model_dtype, parse_quant_type
-from fastkv.core.plan import CapacityPlan, MemoryBudget, plan_capacity
+from fastkv.core.plan import MAX_BLOCKS, CapacityPlan, MemoryBudget, plan_capacity
 from fastkv.core.spec import AttentionGeometry, CacheSpec
 from fastkv.errors import ConfigError
+from fastkv.strict_yaml import StrictLoader, at, explain, field_names, unknown_key
 
 ENV_PREFIX = "FASTKV_"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+BlockCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
+HostBlockCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Size = int | float | str
 
@@ -88,9 +88,9 @@ class CacheConfig(_Section, frozen=True):
     scales_file: str | None = None
     block_size: Positive = 64
     device_memory: Size | None = None
-    num_device_blocks: Positive | None = None
+    num_device_blocks: BlockCount | None = None
     host_memory: Size | None = None
-    num_host_blocks: NonNegative | None = None
+    num_host_blocks: HostBlockCount | None = None
     enable_prefix_caching: bool = True
     # when a block is copied to the host: once it is computed, once it was found often enough, or when it must leave
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
@@ -138,7 +138,7 @@ class Config(_Section, frozen=True):
     def cache_spec(self) -> CacheSpec:
         """The description of every cache byte that follows from this config."""
         granularity = self.cache.scale_granularity
-        with _at("model / cache"):
+        with at("model / cache"):
             return CacheSpec.build(
                 _main_geometry(self.model),
                 model_dtype=self.model.dtype,
@@ -197,7 +197,7 @@ def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     """
     path = Path(path)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist; see configs/ for examples") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -205,8 +205,10 @@ def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is no valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"config file {path} must hold a mapping with the sections {_keys(Config)}, got {data!r}")
-    with _at(str(path)):
+        raise ConfigError(
+            f"config file {path} must hold a mapping with the sections {field_names(Config)}, got {data!r}"
+        )
+    with at(str(path)):
         merged = _override(_override(data, _environment(os.environ)), overrides or {})
         return parse_config(merged, base_dir=path.parent)
 
@@ -217,10 +219,12 @@ def parse_config(data: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
     Raises:
         ConfigError: naming the key path, the value and what is allowed.
     """
+    if "base_dir" in data:
+        raise ConfigError(f"config: {unknown_key('base_dir', Config)}")
     try:
         config = msgspec.convert({**data, "base_dir": str(base_dir)}, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), data)) from None
+        raise ConfigError(explain(str(error), data, Config)) from None
     _check(config)
     return config
 
@@ -228,9 +232,9 @@ def parse_config(data: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
 def _check(config: Config) -> None:
     """Everything that one key alone cannot show."""
     model, cache = config.model, config.cache
-    with _at("model.dtype"):
+    with at("model.dtype"):
         check_model_dtype(model.dtype)
-    with _at("cache.kv_cache_quant_type"):
+    with at("cache.kv_cache_quant_type"):
         parse_quant_type(cache.kv_cache_quant_type)
     if model.attention in ("mha", "gqa"):
         if model.num_kv_heads and model.num_attention_heads % model.num_kv_heads:
@@ -252,6 +256,10 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "cache.manager v0 owns device caches only; remove cache.host_memory and cache.num_host_blocks or use v1"
         )
+    if isinstance(config.device.memory, float):
+        raise ConfigError(
+            f"device.memory {config.device.memory} must be a size such as 80GiB: it is what fractions are of"
+        )
     if config.storage is not None:
         _check_storage(config.storage, cache)
     if cache.host_memory is not None and isinstance(cache.host_memory, float):
@@ -269,7 +277,7 @@ def _check(config: Config) -> None:
         ("cache.host_memory", cache.host_memory),
     ):
         if value is not None:
-            with _at(key):
+            with at(key):
                 MemoryBudget.parse(value)
     config.cache_spec()
 
@@ -286,7 +294,7 @@ def _check_storage(storage: StorageConfig, cache: CacheConfig) -> None:
         )
     for key in ("max_bytes", "segment_bytes"):
         value = getattr(storage, key)
-        with _at(f"storage.{key}"):
+        with at(f"storage.{key}"):
             if isinstance(value, float) or MemoryBudget.parse(value).resolve(None) < 1:
                 raise ConfigError(f"{value!r} must be a size of at least 1 byte, such as 4GiB")
 
@@ -305,17 +313,27 @@ def _main_geometry(model: ModelConfig) -> AttentionGeometry:
 
 
 def _mtp_geometry(model: ModelConfig, speculation: SpeculationConfig | None) -> AttentionGeometry | None:
+    """The main model's geometry with the dims that speculation names; dims of another attention kind are dropped."""
     if speculation is None:
         return None
+    kind = AttentionKind(speculation.attention or model.attention)
+    if kind in (AttentionKind.MHA, AttentionKind.GQA):
+        return AttentionGeometry(
+            kind=kind,
+            num_layers=speculation.num_layers,
+            num_kv_heads=speculation.num_kv_heads or model.num_kv_heads,
+            head_dim=speculation.head_dim or model.head_dim,
+            v_head_dim=speculation.v_head_dim or model.v_head_dim,
+        )
     return AttentionGeometry(
-        kind=AttentionKind(speculation.attention or model.attention),
+        kind=kind,
         num_layers=speculation.num_layers,
-        num_kv_heads=speculation.num_kv_heads or model.num_kv_heads,
-        head_dim=speculation.head_dim or model.head_dim,
-        v_head_dim=speculation.v_head_dim or model.v_head_dim,
+        num_kv_heads=speculation.num_kv_heads,
+        head_dim=speculation.head_dim,
+        v_head_dim=speculation.v_head_dim,
         kv_lora_rank=model.kv_lora_rank,
         qk_rope_head_dim=model.qk_rope_head_dim,
-        index_head_dim=model.index_head_dim,
+        index_head_dim=model.index_head_dim if kind is AttentionKind.DSA else 0,
     )
 
 
@@ -346,63 +364,3 @@ def _override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             raise ConfigError(f"{section}: expected a mapping, got {target!r}")
         target[key] = value
     return merged
-
-
-class _at:
-    """Prefix ConfigErrors raised inside with the key path or the file."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"{self.where}: {error}") from None
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice instead of keeping the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _explain(problem: str, data: Mapping[str, Any]) -> str:
-    """Turn msgspec's message (type problem at $.a.b) into key path, value, what is allowed."""
-    text, _, path = problem.partition(" - at `$.")
-    keys = path.rstrip("`").split(".") if path else []
-    section: Any = Config
-    hint: Any = Config
-    value: Any = data
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-        hint = typing.get_type_hints(section).get(key)
-        section = next((t for t in _alternatives(hint) if isinstance(t, type) and issubclass(t, _Section)), None)
-    where = ".".join(keys) or "config"
-    if unknown := re.search(r"unknown field `(.*)`", text):
-        allowed = _keys(section) if section is not None else ""
-        near = difflib.get_close_matches(unknown[1], allowed.split(", "), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{where}: unknown key {unknown[1]!r}{hint}; allowed: {allowed}"
-    if missing := re.search(r"missing required field `(.*)`", text):
-        return f"{where}: the key {missing[1]!r} is missing"
-    words = [w for t in _alternatives(hint) if typing.get_origin(t) is Literal for w in typing.get_args(t)]
-    allowed = f"allowed: {', '.join(words)}" if words else text[0].lower() + text[1:]
-    return f"{where}: {value!r} is not allowed; {allowed}"
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
-    return (hint,) if typing.get_origin(hint) is Literal else (hint, *typing.get_args(hint))
-
-
-def _keys(section: Any) -> str:
-    return ", ".join(name for name in section.__struct_fields__ if name != "base_dir")

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from fastkv.core.spec import CacheSpec, Level
 from fastkv.errors import ConfigError
 
+MAX_BLOCKS = 2**31 - 1
+"""Block ids are int32."""
+
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}B"] = 1000**_power
@@ -46,6 +49,8 @@ class MemoryBudget:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value)
         if match is None or match[2] not in _UNITS:
             raise ConfigError(f"{problem}; units: {', '.join(u for u in _UNITS if u)}")
+        if "." in match[1] and not match[2]:
+            raise ConfigError(f"{problem}; a fraction is written without quotes")
         return cls(num_bytes=int(float(match[1]) * _UNITS[match[2]]))
 
     def resolve(self, capacity_bytes: int | None) -> int:
@@ -151,4 +156,10 @@ def plan_capacity(
             )
     elif num_host_blocks < 0:
         raise ConfigError(f"num_host_blocks must not be negative, got {num_host_blocks}")
+    for name, count in (("device", num_device_blocks), ("host", num_host_blocks)):
+        if count > MAX_BLOCKS:
+            raise ConfigError(
+                f"{count} {name} blocks are more than block ids can name ({MAX_BLOCKS}); use larger blocks or "
+                "less memory"
+            )
     return CapacityPlan(spec, num_device_blocks, num_host_blocks, device_budget_bytes, host_budget_bytes)

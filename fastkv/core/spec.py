@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum
 from functools import cached_property
 
@@ -38,6 +38,7 @@ from fastkv.core.dtype import (
 from fastkv.errors import ConfigError
 
 ROLE_ALIGN_BYTES = 16
+MAX_BLOCK_SIZE = 2**20
 RECORD_ALIGN_BYTES = 64  # a cache line: records can be written with non-temporal stores
 _DSA_SCALE_GROUP = 128  # DSA stores one float32 scale for each 128 fp8 values
 _DSA_ROPE_BYTES = 2  # its rotary part stays in 16 bits
@@ -112,6 +113,14 @@ class AttentionGeometry:
         for name in ("num_layers", *needed):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.kind.value} attention needs {name} of at least 1, got {getattr(self, name)}")
+        has_values = self.kind in (AttentionKind.MHA, AttentionKind.GQA)
+        used = {"kind", "num_layers", *needed, *(("v_head_dim",) if has_values else ())}
+        for given in fields(self):
+            if given.name not in used and getattr(self, given.name):
+                raise ConfigError(
+                    f"{self.kind.value} attention has no {given.name}, got {getattr(self, given.name)}; "
+                    "remove it or choose the attention that it belongs to"
+                )
         if self.kind is AttentionKind.DSA:
             for name in ("kv_lora_rank", "index_head_dim"):
                 if getattr(self, name) % _DSA_SCALE_GROUP:
@@ -277,17 +286,14 @@ class CacheSpec:
         """
         storage = STORAGE_DTYPES[parse_quant_type(kv_cache_quant_type)]
         cache_dtype = resolve_cache_dtype(storage.quant_type, model_dtype)
-        for name, value in (("block_size", block_size), ("mtp_expand_ratio", mtp_expand_ratio)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 1 <= block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be at least 1 and at most {MAX_BLOCK_SIZE} tokens, got {block_size}")
+        if mtp_expand_ratio < 1:
+            raise ConfigError(f"mtp_expand_ratio must be at least 1, got {mtp_expand_ratio}")
         granularity = _resolve_granularity(storage, main.kind, scale_granularity)
         groups = [_layer_group("main", 0, main, storage, cache_dtype, block_size, tp_size, 1)]
         if mtp is not None:
-            if mtp.kind is not main.kind and granularity is not _resolve_granularity(storage, mtp.kind, None):
-                raise ConfigError(
-                    f"mtp layers use {mtp.kind.value} attention, the main model {main.kind.value}: "
-                    f"under {storage.name} their scales differ in kind; use no quantisation or one attention kind"
-                )
+            _resolve_granularity(storage, mtp.kind, granularity)
             groups.append(
                 _layer_group("mtp", main.num_layers, mtp, storage, cache_dtype, block_size, tp_size, mtp_expand_ratio)
             )

@@ -44,6 +44,10 @@ def test_config_shipped_files_are_valid_and_plan(path: Path) -> None:
         ("cache.device_memory", "1GiB", ["exactly one", "device_memory", "num_device_blocks"]),
         ("cache.host_memory", 0.5, ["cache.host_memory", "0.5"]),
         ("device.memory", "many", ["device.memory", "'many'"]),
+        ("device.memory", 0.5, ["device.memory", "0.5", "size such as 80GiB"]),
+        ("cache.host_memory", "0.5", ["cache.host_memory", "'0.5'"]),
+        ("cache.num_device_blocks", 10**21, ["cache.num_device_blocks", "<= 2147483647"]),
+        ("model.kv_lora_rank", 512, ["gqa attention has no kv_lora_rank, got 512"]),
         ("device.type", "tpu", ["device.type", "'tpu'", "cpu, gpu"]),
         ("model.dtype", "float64", ["model.dtype", "'float64'", "bfloat16"]),
         ("model.attention", "linear", ["model.attention", "'linear'", "gqa"]),
@@ -87,7 +91,10 @@ def test_config_v0_with_host_memory_is_refused() -> None:
         ("- a\n- b", "must hold a mapping"),
         ("", "must hold a mapping"),
         ("model: {name: a, name: b}", "key 'name' is given twice"),
-        ("model: 3\ncache: {}", "model: 3 is not allowed"),
+        ("model: 3\ncache: {}", "model: 3 is not allowed; expected a mapping with the keys name"),
+        ("base_dir: 17", "unknown key 'base_dir'"),
+        ("? [1, 2]\n: 3", "no valid YAML"),
+        ("1: 2", "key 1 is no word"),
     ],
 )
 def test_config_file_that_is_no_config_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "fastkv"
 ALLOWED = {
     "errors": set(),
     "core": {"errors"},
-    "config": {"errors", "core"},
+    "strict_yaml": {"errors"},
+    "config": {"errors", "core", "strict_yaml"},
     "scheduler": {"errors", "core", "_core"},
     "storage": {"errors", "core"},
     "ops": {"errors", "core"},
@@ -24,7 +25,7 @@ ALLOWED = {
     "cli": {"errors", "core", "config", "ops", "worker", "scheduler", "storage", "engine"},
     "__init__": {"errors", "core", "config", "scheduler", "storage", "worker"},
 }
-PADDLE_FREE = {"errors", "core", "config", "scheduler", "storage"}
+PADDLE_FREE = {"errors", "core", "config", "strict_yaml", "scheduler", "storage"}
 
 
 def part_of(path: Path) -> str:

@@ -148,7 +148,7 @@ def test_records_hold_every_role_once_aligned_and_without_overlap(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be at least 1 .* got 0"),
         ({"main": AttentionGeometry(AttentionKind.MLA, 1, kv_lora_rank=8, qk_rope_head_dim=4)}, None),
         ({"kv_cache_quant_type": "int8", "scale_granularity": ScaleGranularity.TENSOR}, "allowed: channel, head"),
         ({"scale_granularity": ScaleGranularity.HEAD}, "it has no scales"),
@@ -170,6 +170,15 @@ def test_geometry_without_a_needed_dimension_is_refused(fields: dict[str, object
     full = {"kind": AttentionKind.GQA, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
     with pytest.raises(ConfigError, match="needs"):
         AttentionGeometry(**{**full, **fields})  # type: ignore[arg-type]
+
+
+def test_mtp_of_another_kind_takes_the_granularity_that_was_asked() -> None:
+    mtp = AttentionGeometry(AttentionKind.MHA, 1, num_kv_heads=4, head_dim=8)
+    spec = build(mtp=mtp, kv_cache_quant_type="int8", scale_granularity=ScaleGranularity.HEAD)
+    assert spec.scale_granularity is ScaleGranularity.HEAD
+    latent = AttentionGeometry(AttentionKind.MLA, 1, kv_lora_rank=16, qk_rope_head_dim=8)
+    with pytest.raises(ConfigError, match="channel is not possible for float8_e4m3fn with mla"):
+        build(mtp=latent, kv_cache_quant_type="fp8")
 
 
 def test_unknown_group_is_refused() -> None:

@@ -98,8 +98,9 @@ class EvictionOrder {
     passed_over_ -= node.has(kInCopy);
   }
 
-  // Many pushes or removals in a row, with the counters in registers and neighbours in the list unlinked together: a
-  // counter in memory costs more than everything else here, because each update waits for the one before.
+  // Many pushes or removals in a row, of nodes that are in no copy, with the counters in registers and neighbours in
+  // the list unlinked together: a counter in memory costs more than everything else here, because each update waits for
+  // the one before.
   class Pusher {
    public:
     explicit Pusher(EvictionOrder& order) : order_(order) {}
@@ -112,16 +113,14 @@ class EvictionOrder {
       node.list[order_.level_] = static_cast<uint8_t>(index);
       (tail_ == kNone ? order_.lists_[index].head : order_.nodes_[tail_].link[order_.level_].next) = id;
       tail_ = id;
-      added_ += !node.has(kInCopy);
-      order_.passed_over_ += node.has(kInCopy);
+      ++added_;
     }
 
     // Call it before anybody else uses the order.
     void flush() {
       if (index_ < 0) return;
       order_.lists_[index_].tail = tail_;
-      order_.lists_[index_].size += added_;
-      order_.size_ += added_;
+      order_.count(order_.lists_[index_], added_);
       index_ = -1;
     }
 
@@ -154,7 +153,6 @@ class EvictionOrder {
       next_ = node.link[order_.level_].next;
       index = kNoList;
       ++count_;
-      in_copy_ += node.has(kInCopy);
     }
 
     void flush() {
@@ -162,18 +160,26 @@ class EvictionOrder {
       List& list = order_.lists_[index_];
       (before_ == kNone ? list.head : order_.nodes_[before_].link[order_.level_].next) = next_;
       (next_ == kNone ? list.tail : order_.nodes_[next_].link[order_.level_].prev) = before_;
-      list.size -= count_ - in_copy_;
-      order_.size_ -= count_ - in_copy_;
-      order_.passed_over_ -= in_copy_;
-      count_ = in_copy_ = 0;
+      order_.count(list, -count_);
+      count_ = 0;
     }
 
    private:
     EvictionOrder& order_;
     int index_ = 0;
     NodeId before_ = kNone, next_ = kNone;
-    int64_t count_ = 0, in_copy_ = 0;
+    int64_t count_ = 0;
   };
+
+  // Take out `length` nodes in a row, from first to last, none of them in a copy; their list[] is the caller's
+  // business.
+  void cut(int list_index, NodeId first, NodeId last, int64_t length) {
+    List& list = lists_[list_index];
+    const NodeId before = nodes_[first].link[level_].prev, after = nodes_[last].link[level_].next;
+    (before == kNone ? list.head : nodes_[before].link[level_].next) = after;
+    (after == kNone ? list.tail : nodes_[after].link[level_].prev) = before;
+    count(list, -length);
+  }
 
   // The next victims: from head on, count nodes along link.next go in this order, as long as the order is not changed.
   struct Victims {

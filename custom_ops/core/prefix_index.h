@@ -188,8 +188,8 @@ class PrefixIndex {
   void prefetch_row(NodeId id, bool write) const;
   NodeId insert(NodeId parent, uint64_t hash, const Query& query, int64_t block);
   void let_go(NodeId id);
+  void lose_copy(NodeId id, Node& node, Level level);
   void pick_up(NodeId id);
-  void pick_up_now(Node& node, NodeId id);
   int64_t evict_run(Level level, NodeId id, int64_t count);
   void remove(NodeId id);
   void remove_subtree(NodeId id);

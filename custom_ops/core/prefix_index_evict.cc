@@ -17,25 +17,27 @@ void PrefixIndex::attach(NodeId id, Level level, BlockId block) {
   if (level == kDevice && node.parent != kNone) ++nodes_[node.parent].device_children;
 }
 
-inline void PrefixIndex::detach(NodeId id, Level level) {
-  Node& node = nodes_[id];
-  if (node.list[level] != kNoList) order_[level].remove(id);
+// The node's copy at the level goes back to the pool. The node is in no order of that level.
+inline void PrefixIndex::lose_copy(NodeId id, Node& node, Level level) {
   if (log_) note_removed(id, level);
   pools_[level]->free(node.block[level]);
   node.block[level] = kNone;
   if (level == kDevice && node.parent != kNone) --nodes_[node.parent].device_children;
 }
 
-// The node is held from now on.
-inline void PrefixIndex::pick_up_now(Node& node, NodeId id) {
-  if (node.list[kDevice] != kNoList) order_[kDevice].remove(id);
-  if (node.list[kHost] != kNoList) order_[kHost].remove(id);
+void PrefixIndex::detach(NodeId id, Level level) {
+  if (nodes_[id].list[level] != kNoList) order_[level].remove(id);
+  lose_copy(id, nodes_[id], level);
 }
 
-void PrefixIndex::pick_up(NodeId id) { pick_up_now(nodes_[id], id); }
+// The node is held from now on.
+void PrefixIndex::pick_up(NodeId id) {
+  for (const Level level : {kDevice, kHost})
+    if (nodes_[id].list[level] != kNoList) order_[level].remove(id);
+}
 
 // Nobody holds the node from now on. It may leave at once, and its slot with it.
-inline void PrefixIndex::let_go(NodeId id) {
+__attribute__((noinline)) void PrefixIndex::let_go(NodeId id) {  // kept out of unhold's loop, for its registers
   Node& node = nodes_[id];
   if (node.has(kUnfindable)) {
     if (!node.has(kInCopy)) remove_subtree(id);
@@ -55,6 +57,12 @@ void PrefixIndex::hold(const NodeId* path, int64_t count) {
     if (i >= kAhead) __builtin_prefetch(&nodes_[path[i - kAhead]], 1);
     Node& node = nodes_[path[i]];
     if (node.holders++ != 0) return;
+    if (node.has(kInCopy)) {
+      device.flush();
+      host.flush();
+      pick_up(path[i]);
+      continue;
+    }
     if (node.list[kDevice] != kNoList) device.remove(path[i], node);
     if (node.list[kHost] != kNoList) host.remove(path[i], node);
   }
@@ -66,7 +74,9 @@ void PrefixIndex::unhold(const NodeId* path, int64_t count) {
     if (i >= kAhead) __builtin_prefetch(&nodes_[path[i - kAhead]], 1);
     Node& node = nodes_[path[i]];
     if (--node.holders != 0) return;
-    if (!node.has(kUnfindable) && node.block[kHost] == kNone && node.block[kDevice] < device_limit_) {
+    const bool is_usual = !(node.flags & (kUnfindable | kInCopy)) && node.block[kHost] == kNone &&
+                          static_cast<uint32_t>(node.block[kDevice]) < static_cast<uint32_t>(device_limit_);
+    if (__builtin_expect(is_usual, true)) {
       device.push(path[i], node);
     } else {
       device.flush();
@@ -93,14 +103,15 @@ void PrefixIndex::evict(Level level, int64_t count) {
   }
 }
 
-// Evict count nodes from `id` on, in list order, or fewer; returns how many.
-int64_t PrefixIndex::evict_run(Level level, NodeId id, int64_t count) {
-  EvictionOrder::Remover remover(order_[level]);
-  NodeId ahead = id;  // what goes some evictions later: its table slot is fetched now
+// Evict count nodes from `first` on, in list order, or fewer; returns how many.
+int64_t PrefixIndex::evict_run(Level level, const NodeId first, int64_t count) {
+  const int list = nodes_[first].list[level];
+  NodeId ahead = first;  // what goes some evictions later: its table slot is fetched now
   for (int64_t i = 0; i < kAhead && i < count; ++i) {
     table_.prefetch(nodes_[ahead].hash);
     ahead = nodes_[ahead].link[level].next;
   }
+  NodeId id = first;
   for (int64_t done = 1;; ++done) {
     if (ahead != kNone) {
       table_.prefetch(nodes_[ahead].hash);
@@ -108,27 +119,23 @@ int64_t PrefixIndex::evict_run(Level level, NodeId id, int64_t count) {
     }
     Node& node = nodes_[id];
     const NodeId next = node.link[level].next;
-    if (ghosts_ && level == kDevice && node.list[kDevice] == EvictionOrder::kProbation) ghosts_->add(node.hash);
-    remover.remove(id, node);
-    detach(id, level);
-    if (!node.resident()) {
-      if (node.first_child != kNone) {  // on the host only; they may be anywhere in its order
-        remover.flush();
-        remove_subtree(id);
-        return done;
-      }
-      remove(id);
+    if (ghosts_ && level == kDevice && list == EvictionOrder::kProbation) ghosts_->add(node.hash);
+    node.list[level] = kNoList;
+    lose_copy(id, node, level);
+    const bool leaves = !node.resident(), has_children = node.first_child != kNone;
+    if (leaves && !has_children) remove(id);
+    if (done == count || (leaves && has_children)) {
+      order_[level].cut(list, first, id, done);
+      if (leaves && has_children) remove_subtree(id);  // on the host only; they may be anywhere in its order
+      return done;
     }
-    if (done == count) return done;
     id = next;
   }
 }
 
-// Take a node without children out of the tree and give its slot back.
+// Take a node without children and without copies out of the tree and give its slot back.
 inline void PrefixIndex::remove(NodeId id) {
   Node& node = nodes_[id];
-  for (const Level level : {kDevice, kHost})
-    if (node.block[level] != kNone) detach(id, level);
   if (node.has(kEventPending)) resolve_events();
   if (!node.has(kUnfindable)) table_.erase(node.hash, id);
   if (node.parent != kNone) {
@@ -148,6 +155,8 @@ void PrefixIndex::remove_subtree(NodeId id) {
   for (NodeId at = id;;) {
     while (nodes_[at].first_child != kNone) at = nodes_[at].first_child;
     const NodeId parent = nodes_[at].parent;
+    for (const Level level : {kDevice, kHost})
+      if (nodes_[at].block[level] != kNone) detach(at, level);
     remove(at);
     if (at == id) return;
     at = parent;

@@ -27,14 +27,21 @@ namespace {
 
 bool is_supported(Isa isa) {
 #ifdef FASTKV_HAVE_AVX2
-  if (isa == Isa::kAvx2) {
+  if (isa == Isa::kAvx2 || isa == Isa::kAvx2Normal) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   }
 #endif
   return isa == Isa::kPortable;
 }
 
-Isa best_isa() { return is_supported(Isa::kAvx2) ? Isa::kAvx2 : Isa::kPortable; }
+Isa best_isa() {
+  if (!is_supported(Isa::kAvx2)) return Isa::kPortable;
+#ifdef FASTKV_HAVE_AVX2
+  return __builtin_cpu_is("amd") ? Isa::kAvx2 : Isa::kAvx2Normal;
+#else
+  return Isa::kPortable;
+#endif
+}
 
 const KernelTable& table_of(Isa isa) {
   static const KernelTable portable_table = [] {
@@ -50,7 +57,13 @@ const KernelTable& table_of(Isa isa) {
     avx2::fill_attention(&table);
     return table;
   }();
-  if (isa == Isa::kAvx2) return avx2_table;
+  static const KernelTable subnormal_table = [] {
+    KernelTable table = avx2_table;
+    table.fast_subnormals = true;
+    return table;
+  }();
+  if (isa == Isa::kAvx2) return subnormal_table;
+  if (isa == Isa::kAvx2Normal) return avx2_table;
 #endif
   (void)isa;
   return portable_table;
@@ -84,14 +97,15 @@ extern "C" {
 /// Found by scanning the file, before it is loaded: a library for another Paddle may not load at all.
 __attribute__((used)) const char fastkv_built_for[] = "fastkv-built-for:" FASTKV_BUILT_FOR;
 
-/// "portable" or "avx2".
+/// "portable", "avx2" or "avx2_normal".
 __attribute__((visibility("default"))) const char* fastkv_isa() {
-  return fastkv::current_isa() == fastkv::Isa::kAvx2 ? "avx2" : "portable";
+  const char* names[] = {"portable", "avx2", "avx2_normal"};
+  return names[static_cast<int>(fastkv::current_isa())];
 }
 
-/// -1 best, 0 portable, 1 avx2; returns 0 if this build or CPU lacks it.
+/// -1 best, 0 portable, 1 avx2, 2 avx2_normal; returns 0 if this build or CPU lacks it.
 __attribute__((visibility("default"))) int fastkv_force_isa(int isa) {
-  if (isa < -1 || isa > 1) return 0;
+  if (isa < -1 || isa > 2) return 0;
   return fastkv::force_isa(static_cast<fastkv::Isa>(isa)) ? 1 : 0;
 }
 

@@ -68,25 +68,40 @@ class EncodeScales {
   int64_t dim_ = 0;
 };
 
-/// Encodes one row into the cache; `rope` is null for values and for keys that are rotated already.
-void write_row(const KernelTable& table, const RowsView& rows, const CacheView& cache, const EncodeScales& scales,
-               int64_t token, int64_t head, int64_t slot, const RopeView* rope, int64_t position) {
-  alignas(64) float x[kMaxRowDim];
-  table.load_row[static_cast<int>(rows.dtype)](rows.row(token, head), rows.dim, x);
-  if (rope != nullptr) {
-    const int64_t at = position * rope->half;
-    table.rotate_row(x, rope->cos + at, rope->sin + at, rope->half, rope->interleaved);
+/// How rows of one tensor get into its cache.
+struct RowWriter {
+  const KernelTable& table;
+  const RowsView& rows;
+  const CacheView& cache;
+  const EncodeScales& scales;
+  const RopeView* rope;  // null for values, and for keys that are rotated already
+
+  void write(int64_t token, int64_t head, int64_t slot, int64_t position) const {
+    const int64_t block = slot / cache.block_size;
+    const int64_t offset = slot % cache.block_size;
+    char* dst = cache.row(block, head, offset);
+    const bool is_plain = cache.quant.storage == Storage::kNone;
+    if (is_plain && rope == nullptr && rows.dtype == cache.dtype) {
+      std::memcpy(dst, rows.row(token, head), static_cast<size_t>(cache.row_bytes));
+      return;
+    }
+    alignas(64) float x[kMaxRowDim];
+    table.load_row[static_cast<int>(rows.dtype)](rows.row(token, head), rows.dim, x);
+    if (rope != nullptr) {
+      const int64_t at = position * rope->half;
+      table.rotate_row(x, rope->cos + at, rope->sin + at, rope->half, rope->interleaved);
+    }
+    if (is_plain) {
+      table.store_row[static_cast<int>(cache.dtype)](x, cache.dim, dst);
+    } else {
+      table.encode_row[static_cast<int>(cache.quant.storage)](x, cache.dim, dst, scales.of_head(head),
+                                                              cache.token_scale(block, head, offset));
+    }
   }
-  const int64_t block = slot / cache.block_size;
-  const int64_t offset = slot % cache.block_size;
-  char* dst = cache.row(block, head, offset);
-  if (cache.quant.storage == Storage::kNone) {
-    table.store_row[static_cast<int>(cache.dtype)](x, cache.dim, dst);
-  } else {
-    table.encode_row[static_cast<int>(cache.quant.storage)](x, cache.dim, dst, scales.of_head(head),
-                                                            cache.token_scale(block, head, offset));
-  }
-}
+};
+
+// Tokens whose rows of one head are written one after the other: in a block they are neighbours.
+constexpr int64_t kWriteTokens = 16;
 
 /// Writes rows k and v; positions (of each token, for rotary) may be null.
 Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
@@ -95,15 +110,20 @@ Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, co
   const bool has_value = v.data != nullptr;
   if (!key_scales.expand(key) || (has_value && !value_scales.expand(value))) return out_of_memory();
   const KernelTable& table = kernels();
-  const RopeView* key_rope = rope.cos == nullptr ? nullptr : &rope;
+  const RowWriter keys{table, k, key, key_scales, rope.cos == nullptr ? nullptr : &rope};
+  const RowWriter values{table, v, value, value_scales, nullptr};
   const int64_t elements = num_tokens * k.heads * (key.dim + (has_value ? value.dim : 0));
+  const int64_t groups = (num_tokens + kWriteTokens - 1) / kWriteTokens;
 #pragma omp parallel for schedule(static) if (elements >= kParallelElements)
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    if (slots[token] < 0) continue;
-    const int64_t position = positions == nullptr ? 0 : positions[token];
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t begin = group * kWriteTokens, end = std::min(begin + kWriteTokens, num_tokens);
     for (int64_t head = 0; head < k.heads; ++head) {
-      write_row(table, k, key, key_scales, token, head, slots[token], key_rope, position);
-      if (has_value) write_row(table, v, value, value_scales, token, head, slots[token], nullptr, 0);
+      for (int64_t token = begin; token < end; ++token) {
+        if (slots[token] >= 0) keys.write(token, head, slots[token], positions == nullptr ? 0 : positions[token]);
+      }
+      for (int64_t token = begin; has_value && token < end; ++token) {
+        if (slots[token] >= 0) values.write(token, head, slots[token], 0);
+      }
     }
   }
   return {};

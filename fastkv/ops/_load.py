@@ -105,18 +105,22 @@ def run_op(name: str, *args: Any) -> list[Any]:
 
 
 def current_isa() -> str:
-    """Instruction set that the kernels run with: "portable" or "avx2"."""
+    """Instruction set that the kernels run with: "portable", "avx2" or "avx2_normal"."""
     return str(load_ops().fastkv_isa().decode())
 
 
 def force_isa(name: str) -> None:
-    """Make the kernels use one instruction set ("portable", "avx2"), or the best one again ("best"). For tests and
-    measurements; not while an op runs.
+    """Make the kernels use one instruction set, or the best one again ("best"). For tests and measurements; not while
+    an op runs.
+
+    Args:
+        name: "portable"; "avx2", with AVX2, FMA and F16C; "avx2_normal", the same without subnormal operands, which are
+            slow on other CPUs than AMD's; or "best".
 
     Raises:
         ConfigError: unknown, or not available in this build or on this CPU.
     """
-    codes = {"best": -1, "portable": 0, "avx2": 1}
+    codes = {"best": -1, "portable": 0, "avx2": 1, "avx2_normal": 2}
     if name not in codes:
         raise ConfigError(f"unknown instruction set {name!r}; allowed: {', '.join(codes)}")
     if not load_ops().fastkv_force_isa(codes[name]):

@@ -18,7 +18,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(20240607)
 
 
-@pytest.fixture(params=["portable", "avx2"])
+@pytest.fixture(params=["portable", "avx2", "avx2_normal"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once with each instruction set that this machine has."""
     try:

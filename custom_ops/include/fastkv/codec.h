@@ -7,6 +7,7 @@
 // Integer types have no NaN: a NaN is encoded as 0.0 would be. float8 saturates at its bound and keeps NaN.
 #pragma once
 
+#include "fastkv/encode8.h"
 #include "fastkv/floats.h"
 #include "fastkv/kernel_table.h"
 
@@ -36,7 +37,7 @@ struct Int8Codec {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
     const float* __restrict inverse = scales.inverse;
     const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = encode_int8_vectors<S>(x, n, bytes, inverse, zero_point); i < n; ++i) {
       const float zero = storage_row(S).has_zero_point ? zero_point[i] : 0.0f;
       bytes[i] = static_cast<uint8_t>(integer_code<S>(x[i] * inverse[i], zero) + 128);
     }
@@ -60,7 +61,7 @@ struct Int4Codec {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
     const float* __restrict inverse = scales.inverse;
     const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n / 2; ++i) {
+    for (int64_t i = encode_int4_vectors(x, n, bytes, inverse, zero_point) / 2; i < n / 2; ++i) {
       const int32_t low = integer_code<kStorage>(x[2 * i] * inverse[2 * i], zero_point[2 * i]) + 8;
       const int32_t high = integer_code<kStorage>(x[2 * i + 1] * inverse[2 * i + 1], zero_point[2 * i + 1]) + 8;
       bytes[i] = static_cast<uint8_t>(low | (high << 4));
@@ -84,7 +85,8 @@ struct Fp8Codec {
   static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float*) {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
     const float* __restrict inverse = scales.inverse;
-    for (int64_t i = 0; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse[i]);
+    const int64_t done = encode_e4m3_vectors(x, n, bytes, inverse, 1);
+    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse[i]);
   }
   static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
     e4m3_row_to_float(reinterpret_cast<const uint8_t*>(src), n, out);
@@ -99,7 +101,8 @@ struct Fp8ZpCodec {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
     const float* __restrict scale = scales.scale;
     const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n; ++i) bytes[i] = float_to_e4m3(x[i] / scale[i] + zero_point[i]);
+    const int64_t done = encode_e4m3_zp_vectors(x, n, bytes, scale, zero_point);
+    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] / scale[i] + zero_point[i]);
   }
   static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
     e4m3_row_to_float(reinterpret_cast<const uint8_t*>(src), n, out);
@@ -125,7 +128,8 @@ struct BlockWiseFp8Codec {
     const float scale = step > kMinScale ? step : kMinScale;
     const float inverse = 1.0f / scale;
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    for (int64_t i = 0; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse);
+    const int64_t done = encode_e4m3_vectors(x, n, bytes, &inverse, 0);
+    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse);
     *token_scale = scale;
   }
   static void decode(const char* src, int64_t n, const RowScales&, float token_scale, float* __restrict out) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "fastkv/encode8.h"
 #include "fastkv/storage.h"
 
 #ifdef __F16C__
@@ -106,7 +107,7 @@ static void load_bfloat16(const char* src, int64_t n, float* out) {
 }
 static void store_bfloat16(const float* x, int64_t n, char* dst) {
   uint16_t* h = reinterpret_cast<uint16_t*>(dst);
-  for (int64_t i = 0; i < n; ++i) h[i] = float_to_bf16(x[i]);
+  for (int64_t i = store_bf16_vectors(x, n, h); i < n; ++i) h[i] = float_to_bf16(x[i]);
 }
 
 static void load_float16(const char* src, int64_t n, float* out) {

@@ -29,8 +29,9 @@ struct BlocksView {
 Status copy_blocks(const BlocksView* tensors, int64_t num_tensors, const int64_t* src_ids, const int64_t* dst_ids,
                    int64_t num_copies);
 
-/// Instruction sets that kernels were compiled for; kBest asks for the best one that this CPU runs.
-enum class Isa : int { kBest = -1, kPortable = 0, kAvx2 = 1 };
+/// Instruction sets that kernels were compiled for; kBest asks for the best one that this CPU runs. kAvx2Normal is
+/// kAvx2 for CPUs that are slow with subnormal numbers.
+enum class Isa : int { kBest = -1, kPortable = 0, kAvx2 = 1, kAvx2Normal = 2 };
 
 /// The instruction set in use.
 Isa current_isa();

@@ -147,7 +147,7 @@ class RowTile {
 
   void run() {
     begin();
-    const KeepSubnormals keep(keys_.has_nan_code || values_.has_nan_code);
+    const KeepSubnormals keep(keys_.is_tiny() || values_.is_tiny());
     const int64_t row_bytes = direct_ ? tile_.p.key.row_bytes : s_.dk * 4;
     const int64_t chunk = larger(16, smaller(kMaxChunk, kChunkBytes / larger(row_bytes, 1) / 8 * 8));
     RowChunk chunks[2];
@@ -169,8 +169,9 @@ class RowTile {
     const AttentionParams& p = tile_.p;
     key_scales_ = expand_scales(p.key, tile_.task.kv_head, s_.key_scale, s_.key_zero);
     value_scales_ = expand_scales(tile_.value, tile_.task.kv_head, s_.value_scale, s_.value_zero);
-    keys_ = find_row_kernels(p.key.quant.storage, p.key.dtype, p.key.dim);
-    values_ = find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim);
+    keys_ = find_row_kernels(p.key.quant.storage, p.key.dtype, p.key.dim, tile_.table.fast_subnormals);
+    values_ =
+        find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim, tile_.table.fast_subnormals);
     direct_ = keys_.score[0] != nullptr && values_.score[0] != nullptr;
     if (direct_) fill_lane_order(keys_, p.key.dim, s_.key_order);
     if (direct_) fill_lane_order(values_, tile_.value.dim, s_.value_order);
@@ -184,7 +185,7 @@ class RowTile {
     }
     std::memset(s_.out, 0, static_cast<size_t>(tile_.rows * s_.dv) * sizeof(float));
     if (direct_) plan_finish();
-    weight_unit_ = direct_ && values_.has_nan_code ? 96 - largest_value_scale() : 0;
+    weight_unit_ = direct_ && values_.is_tiny() ? 96 - largest_value_scale() : 0;
     if (direct_) return;
     keys_ = values_ = row_kernels_of<Float32Lanes>(0.0f, 0);
     s_.q = s_.natural;
@@ -220,7 +221,7 @@ class RowTile {
     if (keys_.carry_bits != 0) constant -= take_carry(q) * s_.factor[row];
     s_.constant[row] = static_cast<float>(constant);
     if (!finite || s_.constant[row] - s_.constant[row] != 0.0f) return false;
-    if (!keys_.has_nan_code) return true;
+    if (!keys_.is_tiny()) return true;
     // lanes are tiny: bring the products back into the middle of float32's range
     const int exponent = largest == 0.0f ? 0 : std::ilogb(largest);
     const int shift = exponent < -30 ? 126 : 96 - exponent;

@@ -196,7 +196,7 @@ struct RowKernels {
   float offset = 0.0f;    // stored code = value + offset
   int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
   int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
-  bool has_nan_code = false;
+  bool is_tiny() const { return unit > 64; }  // lanes are at or below the smallest normal floats
 };
 
 template <typename L>
@@ -207,12 +207,20 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
           L::kVecs * kLanes,
           offset,
           unit,
-          carry_bits,
-          L::kHasNanCode};
+          carry_bits};
 }
 
+#ifdef __AVX2__
+template <int kBits, int W>
+static RowKernels integer_kernels(float offset, bool fast_subnormals) {
+  if (fast_subnormals) return row_kernels_of<SubnormalLanes<kBits, W>>(offset, 149);
+  return row_kernels_of<IntegerLanes<kBits, W>>(offset, kBits, kBits);
+}
+#endif
+
 /// Kernels that read a cache of this storage and row length as it lies; kernels.score[0] is null if there are none.
-static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t dim) {
+static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t dim, bool fast_subnormals) {
+  (void)fast_subnormals;
   if (storage == Storage::kNone && dtype == ModelDtype::kFloat32 && dim % 8 == 0) {
     return row_kernels_of<Float32Lanes>(0.0f, 0);
   }
@@ -224,13 +232,13 @@ static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t di
       break;
     case Storage::kInt8:
     case Storage::kInt8Zp:
-      if (dim % 32 == 0) return row_kernels_of<IntegerLanes<8, 4>>(128.0f, 8, 8);
-      if (dim % 16 == 0) return row_kernels_of<IntegerLanes<8, 2>>(128.0f, 8, 8);
+      if (dim % 32 == 0) return integer_kernels<8, 4>(128.0f, fast_subnormals);
+      if (dim % 16 == 0) return integer_kernels<8, 2>(128.0f, fast_subnormals);
       break;
     case Storage::kInt4Zp:
-      if (dim % 64 == 0) return row_kernels_of<IntegerLanes<4, 4>>(8.0f, 4, 4);
-      if (dim % 32 == 0) return row_kernels_of<IntegerLanes<4, 2>>(8.0f, 4, 4);
-      if (dim % 16 == 0) return row_kernels_of<IntegerLanes<4, 1>>(8.0f, 4, 4);
+      if (dim % 64 == 0) return integer_kernels<4, 4>(8.0f, fast_subnormals);
+      if (dim % 32 == 0) return integer_kernels<4, 2>(8.0f, fast_subnormals);
+      if (dim % 16 == 0) return integer_kernels<4, 1>(8.0f, fast_subnormals);
       break;
     case Storage::kFloat8E4M3:
     case Storage::kFloat8E4M3Zp:

@@ -5,8 +5,6 @@
 namespace fastkv::core {
 namespace {
 
-constexpr size_t kMaxSpare = 1024;
-
 std::string quoted(std::string_view id) { return "'" + std::string(id) + "'"; }
 
 int64_t blocks_for(int64_t tokens, int64_t block_size) { return (tokens + block_size - 1) / block_size; }
@@ -30,11 +28,9 @@ Manager::Manager(const ManagerOptions& options)
 }
 
 Request& Manager::get(std::string_view id) {
-  key_.assign(id.data(), id.size());
-  const auto found = requests_.find(key_);
-  if (found == requests_.end())
-    throw RequestFault("request " + quoted(id) + " is not open; open it first, release it once");
-  return found->second;
+  Request* request = requests_.find(id);
+  if (!request) throw RequestFault("request " + quoted(id) + " is not open; open it first, release it once");
+  return *request;
 }
 
 int64_t Manager::available() const { return device_.num_free() + index_.num_evictable(kDevice); }
@@ -47,8 +43,7 @@ void Manager::need_known_pool() const {
 void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
                    std::vector<Span> images, int priority, double ttl_s) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  key_.assign(id.data(), id.size());
-  if (requests_.count(key_))
+  if (requests_.find(id))
     throw RequestFault("request " + quoted(id) + " is open already; release it first or use another id");
   if (num_tokens < 1) throw RequestFault("request " + quoted(id) + " has no tokens; give at least one");
   if (!images.empty() && images.back().end > num_tokens)
@@ -58,7 +53,7 @@ void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_token
     throw RequestFault("priority " + std::to_string(priority) + " is out of range; allowed: 0 to " +
                        std::to_string(EvictionOrder::kMaxPriority));
   if (!(ttl_s > 0)) throw RequestFault("ttl_s must be greater than 0");
-  Request& request = add(id);
+  Request& request = requests_.add(id);
   request.tokens.append(tokens, num_tokens);
   request.extras = std::move(extras);
   request.images = std::move(images);
@@ -66,15 +61,6 @@ void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_token
   request.ttl_s = ttl_s;
   request.epoch = epoch_;
   if (priority > 0) uses_priorities_.store(true, std::memory_order_relaxed);
-}
-
-// An empty request under an id that is not open; takes over the buffers of a released one.
-Request& Manager::add(std::string_view id) {
-  if (spare_.empty()) return requests_[std::string(id)];
-  auto handle = std::move(spare_.back());
-  spare_.pop_back();
-  handle.key().assign(id.data(), id.size());
-  return requests_.insert(std::move(handle)).position->second;
 }
 
 void Manager::match(std::string_view id, Match& found) {
@@ -213,11 +199,9 @@ void Manager::preempt(std::string_view id) {
 
 void Manager::release(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  drop_blocks(get(id));  // leaves the id in key_
-  auto handle = requests_.extract(key_);
-  if (spare_.size() >= kMaxSpare) return;
-  handle.mapped().recycle();
-  spare_.push_back(std::move(handle));
+  Request& request = get(id);
+  drop_blocks(request);
+  requests_.erase(request);
 }
 
 }  // namespace fastkv::core

@@ -19,7 +19,7 @@
 
 #include "block_pool.h"
 #include "prefix_index.h"
-#include "request.h"
+#include "request_map.h"
 #include "transfers.h"
 
 namespace fastkv::core {
@@ -137,7 +137,6 @@ class Manager {
 
  private:
   Request& get(std::string_view id);
-  Request& add(std::string_view id);
   int64_t available() const;
   void need_known_pool() const;
   bool take(Request& request, int64_t count, Row<BlockId>& ids);
@@ -158,9 +157,7 @@ class Manager {
   bool known_;
   BlockPool device_, host_;
   PrefixIndex index_;
-  std::unordered_map<std::string, Request> requests_;
-  std::vector<std::unordered_map<std::string, Request>::node_type> spare_;  // recycled, to keep their buffers
-  std::string key_;                             // scratch for lookups, so that long ids do not allocate
+  RequestMap requests_;
   std::unordered_map<int64_t, NodeId> pins_;    // pin -> the node where its hold ends
   std::unordered_map<NodeId, int64_t> pinned_;  // node -> pins that cover it
   int64_t next_pin_ = 1;

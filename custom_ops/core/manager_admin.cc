@@ -42,8 +42,9 @@ void Manager::invalidate() {
   forget_everything();
   ++epoch_;
   // A request without blocks has nothing that old weights computed.
-  for (auto& [id, request] : requests_)
+  requests_.for_each([&](Request& request) {
     if (request.table.empty() && request.path.empty()) request.epoch = epoch_;
+  });
 }
 
 void Manager::forget_everything() {
@@ -70,13 +71,12 @@ int64_t Manager::num_computed_tokens(std::string_view id) {
 
 bool Manager::is_open(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  key_.assign(id.data(), id.size());
-  return requests_.count(key_) != 0;
+  return requests_.find(id) != nullptr;
 }
 
 int64_t Manager::num_open() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int64_t>(requests_.size());
+  return requests_.size();
 }
 
 LevelCounts Manager::counts(Level level) {
@@ -114,8 +114,8 @@ void Manager::check() {
       throw InvariantFault("block " + std::to_string(block) + " belongs to " + owner + " and another");
     ++used;
   };
-  for (const auto& [id, request] : requests_) {
-    const std::string who = "request '" + id + "'";
+  requests_.for_each([&](const Request& request) {
+    const std::string who = "request '" + request.id + "'";
     for (int64_t i = request.shared; i < request.num_blocks(); ++i) claim(request.table[i], who);
     if (request.shared > request.path.size()) throw InvariantFault(who + " shares blocks that it does not hold");
     for (int64_t i = 0; i < request.path.size(); ++i) {
@@ -126,7 +126,7 @@ void Manager::check() {
         throw InvariantFault(who + " has another block in its table than its node has");
     }
     if (!request.path.empty()) ++ends[request.path.back()];
-  }
+  });
   for (const auto& [pin, end] : pins_) ++ends[end];
   for (const auto& [id, transfer] : transfers_)
     if (transfer.kind == TransferKind::kLoad && !transfer.request)

@@ -39,7 +39,7 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& parent = get(parent_id);
   const int64_t size = options_.block_size;
-  if (requests_.count(std::string(child_id)))
+  if (requests_.find(child_id))
     throw RequestFault("request " + quoted(child_id) + " is open already; release it first or use another id");
   const int64_t full = parent.computed / size;
   const bool partial = parent.computed % size != 0;
@@ -49,11 +49,8 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
   claim_known(parent, full);
   for (; parent.shared < full; ++parent.shared)
     index_.share_privately(query_of(parent), parent.path, parent.table[parent.shared]);
-  Request& child = requests_.emplace(child_id, parent).first->second;
-  child.counted = true;
-  child.counted_hits = child.load = 0;
-  child.path.resize(full);
-  child.table.resize(full);
+  Request& child = requests_.add(child_id);
+  child.continue_from(parent, full);
   index_.hold(child.path.data(), full);
   std::vector<BlockCopy> copies;
   if (partial) {

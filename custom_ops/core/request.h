@@ -21,37 +21,60 @@ struct Span {
   int64_t start, end;
 };
 
-struct Request {
-  Row<int32_t> tokens;
-  std::vector<Extra> extras;
-  std::vector<Span> images;
+// The fields that every call touches come first: two cache lines, with the id.
+struct alignas(64) Request {
+  std::string id;  // empty: this place of the RequestMap is free
   Row<NodeId> path;
-  Row<BlockId> table;
-  std::vector<Digest> digests;
   int64_t shared = 0;
+
+  Row<BlockId> table;
   int64_t computed = 0;  // leading tokens whose KV is in the table's blocks
+  int64_t load = 0;      // the transfer that writes blocks [shared, path.size()) of the table; 0: none
   uint64_t epoch = 0;    // of the weights that its blocks are computed with
+  int32_t place = 0;     // in the RequestMap
+  uint8_t priority = 0;
   bool counted = false;  // a match of it is in the statistics
+
+  Row<int32_t> tokens;
   int64_t counted_hits = 0;
   int64_t offered = 0;  // leading published blocks that were considered for a copy to the host
-  int64_t load = 0;     // the transfer that writes blocks [shared, path.size()) of the table; 0: none
-  uint8_t priority = 0;
+  std::vector<Extra> extras;
+  std::vector<Span> images;
+  std::vector<Digest> digests;
   double ttl_s = std::numeric_limits<double>::infinity();
 
   int64_t num_tokens() const { return tokens.size(); }
   int64_t num_blocks() const { return table.size(); }
 
+  // Take over what the parent has, up to its leading `blocks` blocks, which are shared.
+  void continue_from(const Request& parent, int64_t blocks) {
+    path.append(parent.path.data(), blocks);
+    table.append(parent.table.data(), blocks);
+    tokens = parent.tokens;
+    shared = blocks;
+    computed = parent.computed;
+    epoch = parent.epoch;
+    offered = parent.offered;
+    extras = parent.extras;
+    images = parent.images;
+    digests = parent.digests;
+    priority = parent.priority;
+    ttl_s = parent.ttl_s;
+    counted = true;  // its hits are the parent's
+  }
+
   // Ready for another id, with the buffers' capacity kept.
   void recycle() {
-    tokens.clear();
+    id.clear();
     path.clear();
     table.clear();
+    tokens.clear();
+    shared = computed = load = counted_hits = offered = 0;
+    priority = 0;
+    counted = false;
     extras.clear();
     images.clear();
     digests.clear();
-    shared = computed = counted_hits = offered = load = 0;
-    counted = false;
-    priority = 0;
     ttl_s = std::numeric_limits<double>::infinity();
   }
 };

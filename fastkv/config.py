@@ -346,11 +346,21 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
         parts = name[len(ENV_PREFIX) :].lower().split("__")
         if len(parts) != 2:
             raise ConfigError(f"environment variable {name}: expected {ENV_PREFIX}<SECTION>__<KEY>")
-        try:
-            found[".".join(parts)] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"environment variable {name}: {text!r} is no YAML scalar: {error}") from error
+        with at(f"environment variable {name}"):
+            found[".".join(parts)] = parse_scalar(text)
     return found
+
+
+def parse_scalar(text: str) -> Any:
+    """The value of a key given as text, as YAML would read it: "4" is a number, "true" a truth value.
+
+    Raises:
+        ConfigError: no YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} is no YAML scalar: {error}") from error
 
 
 def _override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from fastkv.cli.options import format_bytes
 from fastkv.errors import ConfigError, StorageError
 from fastkv.storage.folder import NamespaceFolder, StoreFolder
 from fastkv.storage.survey import NamespaceSurvey, VerifyResult, survey_namespace, verify_rank
@@ -100,7 +101,7 @@ def _show(store: StoreFolder, surveys: Sequence[NamespaceSurvey], args: argparse
     if args.verb == "ls":
         console.print(_ls_table(surveys))
         return
-    console.print(f"{store.root}: {_size(store.used_bytes())} in {len(surveys)} namespaces")
+    console.print(f"{store.root}: {format_bytes(store.used_bytes())} in {len(surveys)} namespaces")
     for survey in surveys:
         _print_stat(console, survey)
 
@@ -151,7 +152,7 @@ def _ls_table(surveys: Sequence[NamespaceSurvey]) -> Table:
             _storage(about.quant_type, about.storage_dtype) if about else "?",
             str(about.tp_size) if about else "?",
             "?" if survey.num_complete is None else str(survey.num_complete),
-            _size(folder.file_bytes),
+            format_bytes(folder.file_bytes),
             _age(time.time() - folder.last_used_s),
             ", ".join(folder.writer_pids) or "-",
         )
@@ -173,8 +174,8 @@ def _print_stat(console: Console, survey: NamespaceSurvey) -> None:
             str(len(rank.records)) if rank.identity else "no index",
             str(rank.num_slots),
             str(rank.num_torn),
-            _size(rank.payload_bytes),
-            _size(rank.folder.file_bytes),
+            format_bytes(rank.payload_bytes),
+            format_bytes(rank.folder.file_bytes),
             rank.folder.writer_pid or "-",
         )
     console.print(table)
@@ -238,7 +239,7 @@ def _clear(store: StoreFolder, args: argparse.Namespace) -> int:
         deleted = [folder.digest.hex() for folder in folders]
         print(json.dumps({"store": str(store.root), "deleted": deleted, "freed_bytes": freed}, indent=2))
     else:
-        print(f"deleted {len(folders)} namespaces, {_size(freed)}")
+        print(f"deleted {len(folders)} namespaces, {format_bytes(freed)}")
     return 0
 
 
@@ -251,11 +252,3 @@ def _age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return "now"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tokens {args.tokens}: calibration needs at least 2 tokens")
     if args.output is None and config.cache.scales_file is None:
         raise ConfigError("nowhere to write: set cache.scales_file in the config, or give --output FILE")
-    path = args.output or config.resolve_path(config.cache.scales_file or "")
+    path = Path(args.output) if args.output else config.resolve_path(config.cache.scales_file or "")
     prepare_runtime()
     with quiet_paddle_import():
         from fastkv.core.scales import CalibrationRanges
@@ -53,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
         from fastkv.engine.corpus import load_text
         from fastkv.engine.model import load_model
         from fastkv.engine.model_files import load_tokenizer
-        from fastkv.worker.static_scales import write_scales_file
+        from fastkv.worker.static_scales import check_writable, write_scales_file
 
+    check_writable(path)
     collector = RangeCollector(args.percentile)
     text = load_text(args.text, "calibrate")
     token_ids = load_tokenizer(config).encode(text, allow_special=False)[: args.tokens]

@@ -98,13 +98,13 @@ def _generate(llm: LLM, prompts: list[str], args: argparse.Namespace, sampling: 
     if args.json:
         return llm.generate(prompts, **options)
     if len(prompts) == 1:
+        pending = [] if args.chat else [prompts[0]]  # shown once the request is admitted
 
         def show(_: int, text: str) -> None:
-            sys.stdout.write(text)
+            sys.stdout.write("".join(pending) + text)
             sys.stdout.flush()
+            pending.clear()
 
-        if not args.chat:
-            show(0, prompts[0])
         generation = llm.generate(prompts, on_text=show, **options)
         print()
         return generation

@@ -7,6 +7,7 @@ traceback. Paddle is imported by the commands that need it, after the runtime en
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from fastkv.cli import cache, calibrate, generate, plan, replay
 from fastkv.cli import eval as evaluate
 
 COMMANDS = (generate, plan, calibrate, evaluate, replay, cache)
+
+_EXTRAS = {"paddle": "cpu", "gguf": "demo", "tokenizers": "demo"}
+"""Python package -> the extra of fastkv that brings it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        print(
+            f"fastkv: error: this command needs the Python package {error.name}, which is not installed; "
+            f"run pip install 'fastkv[{_EXTRAS[error.name]}]' (in a checkout: pip install '.[{_EXTRAS[error.name]}]')",
+            file=sys.stderr,
+        )
+        return 1
     except FastKVError as error:
         print(f"fastkv: error: {error}", file=sys.stderr)
         return 1
@@ -42,8 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fastkv: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_stdout()
+        print(f"fastkv: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_stdout() -> None:
+    """What Python still holds for stdout has nowhere to go: let it go without another error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

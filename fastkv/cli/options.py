@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fastkv.config import Config, load_config
+from fastkv.config import Config, load_config, parse_scalar
 from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind, StorageDtype
 from fastkv.errors import ConfigError
 
@@ -20,6 +20,13 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory", metavar="SIZE", help="override cache.device_memory, for example 16GiB or 0.9"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override any key of the config, for example --set scheduler.max_batch_size=4; may be repeated",
+    )
     parser.add_argument("--block-size", type=int, metavar="N", help="override cache.block_size")
 
 
@@ -30,6 +37,11 @@ def config_from(args: argparse.Namespace) -> Config:
         ConfigError: as `load_config`.
     """
     overrides: dict[str, Any] = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals or key.count(".") != 1:
+            raise ConfigError(f"--set {text}: write SECTION.KEY=VALUE, for example scheduler.max_batch_size=4")
+        overrides[key] = parse_scalar(value)
     if args.kv_cache_quant_type is not None:
         overrides["cache.kv_cache_quant_type"] = args.kv_cache_quant_type
     if args.cache_manager is not None:
@@ -37,7 +49,7 @@ def config_from(args: argparse.Namespace) -> Config:
     if args.cache_manager == "v0":  # v0 has no host level: asking for it on the command line means going without
         overrides["cache.host_memory"] = overrides["cache.num_host_blocks"] = None
     if args.device_memory is not None:
-        overrides["cache.device_memory"] = _number_or_text(args.device_memory)
+        overrides["cache.device_memory"] = parse_scalar(args.device_memory)
         overrides["cache.num_device_blocks"] = None
     if args.block_size is not None:
         overrides["cache.block_size"] = args.block_size
@@ -63,7 +75,7 @@ def legal_configs(config: Config) -> list[tuple[StorageDtype, Config]]:
     return found
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     """1536 -> "1.5 KiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -71,14 +83,3 @@ def format_bytes(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
-
-
-def _number_or_text(text: str) -> int | float | str:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text

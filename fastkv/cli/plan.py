@@ -11,8 +11,7 @@ from rich.table import Table
 
 from fastkv.cli.options import add_config_options, config_from, format_bytes, legal_configs
 from fastkv.config import Config
-from fastkv.core.plan import CapacityPlan, MemoryBudget
-from fastkv.core.spec import CacheSpec
+from fastkv.core.plan import BudgetBelowOneBlockError, CapacityPlan
 from fastkv.errors import ConfigError
 
 
@@ -58,7 +57,7 @@ def describe(config: Config, plan: CapacityPlan) -> dict[str, Any]:
         "attention": config.model.attention,
         "model_dtype": spec.model_dtype,
         "kv_cache_quant_type": spec.storage.name,
-        "storage_dtype": _storage_dtype(spec),
+        "storage_dtype": spec.cache_dtype,
         "tensor_parallel_size": spec.tp_size,
         "block_size": spec.block_size,
         "groups": [
@@ -101,11 +100,11 @@ def compare(config: Config) -> list[dict[str, Any]]:
     rows = []
     for storage, typed in legal_configs(config):
         spec = typed.cache_spec()
-        plan = typed.capacity_plan() if _has_room(typed, spec) else None
+        plan = _plan_or_none(typed)
         rows.append(
             {
                 "kv_cache_quant_type": storage.name,
-                "storage_dtype": _storage_dtype(spec),
+                "storage_dtype": spec.cache_dtype,
                 "bytes_per_token": spec.block_bytes / spec.block_size,
                 "block_bytes": spec.block_bytes,
                 "num_device_blocks": plan.num_device_blocks if plan else 0,
@@ -116,21 +115,12 @@ def compare(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def _storage_dtype(spec: CacheSpec) -> str:
-    """dtype of the first role; DSA keeps uint8 even when nothing is quantised."""
-    return spec.group("main").roles[0].dtype
-
-
-def _has_room(config: Config, spec: CacheSpec) -> bool:
-    """Whether a block of this type fits the budgets. Raises ConfigError for a budget that says nothing."""
-    cache, memory = config.cache, config.device.memory
-    capacity = None if memory is None else MemoryBudget.parse(memory).resolve(None)
-    if cache.device_memory is not None:
-        budget = MemoryBudget.parse(cache.device_memory).resolve(capacity)
-        if budget < spec.pool_block_bytes:
-            return False
-    host = 0 if cache.host_memory is None else MemoryBudget.parse(cache.host_memory).resolve(None)
-    return not 0 < host < spec.record_stride_bytes
+def _plan_or_none(config: Config) -> CapacityPlan | None:
+    """The capacity plan, or None if the budget does not hold one block of this type."""
+    try:
+        return config.capacity_plan()
+    except BudgetBelowOneBlockError:
+        return None
 
 
 def _roles_table(config: Config, plan: CapacityPlan) -> Table:

@@ -20,6 +20,10 @@ for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}iB"] = 1024**_power
 
 
+class BudgetBelowOneBlockError(ConfigError):
+    """A budget that is valid in itself does not hold one block of this spec."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Memory for one level: an absolute number of bytes, or a fraction of what the device has.
@@ -141,7 +145,7 @@ def plan_capacity(
         assert device_budget_bytes is not None
         num_device_blocks = device_budget_bytes // spec.pool_block_bytes
         if num_device_blocks < 1:
-            raise ConfigError(
+            raise BudgetBelowOneBlockError(
                 f"device_memory of {device_budget_bytes} bytes is below one block of {spec.pool_block_bytes} bytes "
                 f"(block_size {spec.block_size}, {spec.storage.name}); raise it or lower block_size"
             )
@@ -150,7 +154,7 @@ def plan_capacity(
     if num_host_blocks is None:
         num_host_blocks = (host_budget_bytes or 0) // spec.record_stride_bytes
         if host_budget_bytes and num_host_blocks < 1:
-            raise ConfigError(
+            raise BudgetBelowOneBlockError(
                 f"host_memory of {host_budget_bytes} bytes is below one block record of "
                 f"{spec.record_stride_bytes} bytes; raise it or set it to 0"
             )

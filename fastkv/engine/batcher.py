@@ -40,7 +40,8 @@ class Request:
         identity: what besides the tokens makes its KV what it is.
         output: tokens generated so far.
         computed: tokens whose KV is in the cache.
-        hit_tokens: prompt tokens that were found in the cache, summed over restarts.
+        hit_tokens: prompt tokens that were found in the cache when the request started; None before. What a
+            preempted request finds again of its own is no hit.
         finish_reason: "stop", "length" or "" while it runs.
     """
 
@@ -52,7 +53,7 @@ class Request:
     identity: Identity = NO_IDENTITY
     output: list[int] = field(default_factory=list)
     computed: int = 0
-    hit_tokens: int = 0
+    hit_tokens: int | None = None
     finish_reason: str = ""
 
     @property
@@ -118,8 +119,8 @@ class Batcher:
         prompt_tokens, name = len(request.prompt), request.request_id
         if not prompt_tokens:
             raise RequestError(f"{name}: the prompt is empty; give at least one token")
-        if request.max_tokens < 1:
-            raise RequestError(f"{name}: max_tokens must be at least 1, got {request.max_tokens}")
+        if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
+            raise RequestError(f"{name}: max_tokens must be a whole number of at least 1, got {request.max_tokens!r}")
         if prompt_tokens >= self.max_context:
             raise RequestError(
                 f"{name}: the prompt has {prompt_tokens} tokens, the model's context holds {self.max_context} with at "
@@ -132,6 +133,10 @@ class Batcher:
                 f"{name}: {prompt_tokens} prompt tokens and up to {total - prompt_tokens} new ones do not fit the "
                 f"cache of {capacity} tokens; shorten the prompt, lower max_tokens or raise cache.device_memory"
             )
+
+    def discard_step(self) -> None:
+        """Forget the step in flight: it failed or was interrupted. Its requests compute their tokens again."""
+        self._in_step = []
 
     def abort(self, request: Request) -> None:
         """Drop a request wherever it is; its blocks are released. A step in flight ignores it."""
@@ -232,7 +237,8 @@ class Batcher:
             self.manager.preempt(request.request_id)
             request.computed = 0
             return 0
-        request.hit_tokens += request.computed
+        if request.hit_tokens is None:
+            request.hit_tokens = request.computed
         num_tokens = min(request.num_tokens - request.computed, budget)
         self._waiting.remove(request)
         self._running.append(request)

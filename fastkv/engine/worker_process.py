@@ -27,20 +27,23 @@ def main(fd: int) -> int:
     with quiet_paddle_import():
         from fastkv.engine.worker import ModelWorker
     try:
-        worker = ModelWorker(config, rank)
-    except FastKVError as error:
-        connection.send_bytes(encode(Failure(0, type(error).__name__, str(error))))
-        return 1
-    connection.send_bytes(encode(worker.ready))
-    while True:
         try:
+            worker = ModelWorker(config, rank)
+        except FastKVError as error:
+            connection.send_bytes(encode(Failure(0, type(error).__name__, str(error))))
+            return 1
+        except Exception as error:  # the top of the process: the engine has to hear of it
+            connection.send_bytes(encode(Failure(0, "WorkerError", f"{type(error).__name__}: {error}")))
+            return 1
+        connection.send_bytes(encode(worker.ready))
+        while True:
             message = decode(connection.recv_bytes())
-        except (EOFError, OSError):
-            return 0
-        answer = worker.handle(message)
-        if isinstance(message, Shutdown):
-            return 0
-        connection.send_bytes(encode(answer))
+            answer = worker.handle(message)
+            if isinstance(message, Shutdown):
+                return 0
+            connection.send_bytes(encode(answer))
+    except (EOFError, OSError):
+        return 0  # the engine is gone
 
 
 if __name__ == "__main__":

@@ -28,7 +28,13 @@ from fastkv.worker.memory import release_array, release_tensors
 from fastkv.worker.records import BlockCopier, RecordCopier
 from fastkv.worker.static_scales import LayerScales, load_static_scales
 from fastkv.worker.storage_access import StorageAccess
-from fastkv.worker.tensors import ByteArray, allocate_host_records
+from fastkv.worker.tensors import (
+    ByteArray,
+    allocate_host_records,
+    check_device,
+    check_fits,
+    device_capacity_bytes,
+)
 from fastkv.worker.ticket import Ticket
 
 _NAMES = {
@@ -73,7 +79,7 @@ class CacheController:
         self.config = config
         self.rank = rank
         self.spec = config.cache_spec()
-        self._plan = config.capacity_plan()
+        self._plan = config.capacity_plan(device_capacity_bytes(check_device(device)))
         if static_scales is None and config.cache.scales_file is not None:
             static_scales = load_static_scales(config, rank)
         self._caches = DeviceCaches(self.spec, device, static_scales)
@@ -145,6 +151,14 @@ class CacheController:
         if self._host is not None:
             raise ConfigError("the host cache is initialised already; call free_cache before initialising again")
         if blocks:
+            nbytes = blocks * self.spec.record_stride_bytes
+            if self._caches.device == "cpu":
+                nbytes += self.spec.payload_bytes(Level.DEVICE, self._num_blocks)
+            what, remedy = (
+                f"{blocks} host blocks, with the device caches,",
+                "lower cache.host_memory or num_host_blocks",
+            )
+            check_fits(nbytes, device_capacity_bytes("cpu"), what, remedy)
             self._host = allocate_host_records(self.spec, blocks, pinned=self._caches.device != "cpu")
 
     def initialize_all(self, num_blocks: int | None = None) -> None:

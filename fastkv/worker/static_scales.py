@@ -29,7 +29,7 @@ LayerScales = Mapping[int, Mapping[Role, RoleScales]]
 
 
 def write_scales_file(path: str | os.PathLike[str], ranges: CalibrationRanges) -> None:
-    """Write a calibration as kv_cache_scale.json; the file appears whole or not at all."""
+    """Write a calibration as kv_cache_scale.json; the file appears whole or not at all. Raises ConfigError."""
     layers = [
         {"layer": layer, **{role.value: _range_to_json(entry) for role, entry in roles.items()}}
         for layer, roles in sorted(ranges.layers.items())
@@ -45,8 +45,21 @@ def write_scales_file(path: str | os.PathLike[str], ranges: CalibrationRanges) -
     lines = ",\n".join(json.dumps(layer, separators=(",", ":")) for layer in layers)
     text = json.dumps(head, indent=1)[:-2] + ',\n "layers": [\n' + lines + "\n]}\n"
     temporary = Path(f"{path}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"scales file {path} cannot be written: {error}") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse, before any work is done, a scales file that could not be written. Raises ConfigError."""
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name the scales file in it")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"the folder {path.parent} of the scales file does not exist or cannot be written to")
 
 
 def read_scales_file(path: str | os.PathLike[str]) -> CalibrationRanges:
@@ -101,9 +114,9 @@ def load_static_scales(config: Config, rank: int, weights_fingerprint: str = "")
             "run `fastkv calibrate` and name its file there"
         )
     ranges = read_scales_file(config.resolve_path(config.cache.scales_file))
-    if weights_fingerprint and ranges.weights_fingerprint and weights_fingerprint != ranges.weights_fingerprint:
+    if weights_fingerprint and weights_fingerprint != ranges.weights_fingerprint:
         raise ConfigError(
-            f"the scales file was calibrated on weights {ranges.weights_fingerprint}, this model's are "
+            f"the scales file was calibrated on weights {ranges.weights_fingerprint or '(unknown)'}, this model's are "
             f"{weights_fingerprint}; run `fastkv calibrate` again"
         )
     return derive_scales(ranges, spec, rank, config.model.name)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ from paddle.utils.dlpack import from_dlpack
 
 from fastkv.core.spec import CacheSpec, LayerGroup, Role, RoleSpec
 from fastkv.errors import ConfigError
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 ByteArray = npt.NDArray[np.uint8]
 CacheTensors = dict[tuple[int, Role], paddle.Tensor]
@@ -41,6 +45,25 @@ def check_device(device: str) -> str:
     return device
 
 
+def device_capacity_bytes(device: str) -> int:
+    """Bytes that caches on this device could use: the GPU's memory, or physical memory within the container's limit."""
+    if device != "cpu":
+        return int(paddle.device.cuda.get_device_properties(device).total_memory)
+    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    return min(capacity, int(limit)) if limit.isdigit() else capacity
+
+
+def check_fits(nbytes: int, capacity_bytes: int, what: str, remedy: str) -> None:
+    """Refuse memory that a machine does not have: pages appear when they are touched, so asking would succeed.
+
+    Raises:
+        ConfigError: nbytes exceed capacity_bytes.
+    """
+    if nbytes > capacity_bytes:
+        raise ConfigError(f"{what} need {nbytes} bytes, which this machine cannot give ({capacity_bytes}); {remedy}")
+
+
 def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTensors:
     """Device tensors of one layer group, zero-filled.
 
@@ -58,6 +81,8 @@ def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTen
     if pool_blocks < 1:
         raise ConfigError(f"a cache needs at least 1 block, got {pool_blocks}")
     num_blocks = group.num_blocks(pool_blocks)
+    what, remedy = f"{num_blocks} blocks of the {group.name} caches", "lower cache.device_memory or num_device_blocks"
+    check_fits(num_blocks * group.block_bytes, device_capacity_bytes(device), what, remedy)
     try:
         return {
             (layer, role.role): _allocate_role(role, num_blocks, device)
@@ -66,8 +91,7 @@ def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTen
         }
     except (MemoryError, OSError) as error:
         raise ConfigError(
-            f"{num_blocks} blocks of the {group.name} caches need {num_blocks * group.block_bytes} bytes, which "
-            f"{device} cannot give ({error}); lower cache.device_memory or cache.num_device_blocks"
+            f"{what} need {num_blocks * group.block_bytes} bytes, which {device} cannot give ({error}); {remedy}"
         ) from error
 
 

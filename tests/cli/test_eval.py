@@ -19,6 +19,7 @@ if "paddle" not in sys.modules:
     prepare_runtime()
 
 TYPES = [row.name for row in STORAGE_DTYPES.values()]
+MLA = {"attention": "mla", "num_kv_heads": 0, "head_dim": 0}
 QUICK = ["--tokens", "60", "--continue", "4"]
 
 
@@ -143,7 +144,7 @@ def test_eval_mistake_is_a_message(
         ({"cache": {"scales_file": "missing.json"}}, ["--types", "int8"], "missing.json does not exist"),
         ({"model": {"head_dim": 7}}, ["--types", "int4_zp"], "head_dim 7 is odd"),
         (
-            {"model": {"attention": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8}},
+            {"model": {**MLA, "kv_lora_rank": 16, "qk_rope_head_dim": 8}},
             ["--types", "int8"],
             "int8 is not supported with mla",
         ),

@@ -64,15 +64,18 @@ def test_generate_streams_text_and_reports_on_stderr() -> None:
 
 def test_generate_interrupted_leaves_no_worker_behind() -> None:
     command = [*COMMAND, "generate", str(SMOLLM2), "--prompt", "Once", "--max-tokens", "4000", "--worker", "process"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     worker = _wait_for(lambda: children.read_text().split())[0]
     assert process.stdout is not None
     assert process.stdout.read(4) == "Once"  # the engine is up and its text flows
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: engine and worker both get it
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert stderr.strip().endswith("fastkv: interrupted")
+    assert stderr.strip().splitlines()[-1] == "fastkv: interrupted"
+    assert "Traceback" not in stderr
     _wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
@@ -154,6 +157,34 @@ def test_generate_config_that_does_not_fit_the_model_is_refused(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_generate_prompt_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\\ud800b"}\n')
+    assert main(["generate", str(SMOLLM2), "--prompts", str(path), *SMALL]) == 1
+    captured = capsys.readouterr()
+    assert "no text that can be encoded" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(("package", "extra"), [("paddle", "cpu"), ("tokenizers", "demo")])
+def test_generate_without_an_extra_names_it(package: str, extra: str) -> None:
+    """What somebody meets after a plain `pip install fastkv`."""
+    code = f"import sys; sys.modules['{package}'] = None; from fastkv.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "generate", str(SMOLLM2), "--prompt", "x", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"needs the Python package {package}" in done.stderr
+    assert f"fastkv[{extra}]" in done.stderr
+
+
+def test_output_on_a_full_disk_is_an_error() -> None:
+    command = [*COMMAND, "plan", str(SMOLLM2), "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "fastkv: error: the output cannot be written: No space left on device"
 
 
 def test_plan_json_agrees_with_the_spec(toy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

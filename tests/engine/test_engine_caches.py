@@ -10,7 +10,7 @@ import pytest
 from helpers.engine import PROMPTS, TINY, tiny_config
 
 from fastkv import Config, RequestError
-from fastkv.core.messages import SamplingParams
+from fastkv.core.messages import SamplingParams, encode
 from fastkv.engine.llm import LLM, Generation
 from fastkv.engine.model import load_model
 from fastkv.engine.recompute import greedy_generate
@@ -59,20 +59,22 @@ def test_engine_v0_and_v1_generate_identical_tokens(quant_type: str) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("quant_type", "manager"), [("none", "v0"), ("int8", "v1"), ("block_wise_fp8", "v1")])
-def test_engine_inline_and_process_generate_identical_tokens(quant_type: str, manager: str) -> None:
-    config = tiny_config(cache={"kv_cache_quant_type": quant_type, "manager": manager})
-    inline, process = generate(config, PROMPTS), generate(config, PROMPTS, "process")
-    assert tokens(inline) == tokens(process)
-    assert inline.report.device_cache_bytes == process.report.device_cache_bytes > 0
+STORAGES = [(dtype, "none") for dtype in ("float32", "float16", "bfloat16")] + [
+    ("float32", "int8"),
+    ("float32", "block_wise_fp8"),
+]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_engine_half_precision_storage_stays_close_to_full_precision(recomputed: list[list[int]], dtype: str) -> None:
-    generation = generate(tiny_config(model={"dtype": dtype}), PROMPTS)
-    assert generation.report.storage_dtype == dtype
-    first = [got[0] == want[0] for got, want in zip(tokens(generation), recomputed, strict=True)]
-    assert sum(first) >= len(first) - 1
+@pytest.mark.parametrize(("dtype", "quant_type"), STORAGES)
+def test_engine_v0_and_v1_inline_and_process_generate_identical_tokens(dtype: str, quant_type: str) -> None:
+    found = []
+    for manager in ("v0", "v1"):
+        cache = {"kv_cache_quant_type": quant_type, "manager": manager}
+        for worker in ("inline", "process"):
+            generation = generate(tiny_config(model={"dtype": dtype}, cache=cache), PROMPTS, worker)
+            assert generation.report.device_cache_bytes > 0
+            found.append(tokens(generation))
+    assert found == [found[0]] * 4
 
 
 @pytest.mark.parametrize("quant_type", TYPES)
@@ -119,15 +121,28 @@ def test_engine_short_of_blocks_preempts_and_loses_nothing(recomputed: list[list
     assert generation.report.peak_blocks <= 20
 
 
-def test_engine_recycled_blocks_never_leak_their_old_content(recomputed: list[list[int]]) -> None:
-    """Blocks are poisoned with NaN before each prompt; what a new request reads is only what it wrote."""
-    with LLM(tiny_config(cache={"block_size": 4})) as llm:
-        for prompt, want in zip(PROMPTS, recomputed, strict=True):
+@pytest.mark.parametrize("manager", ["v0", "v1"])
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_engine_recycled_blocks_never_leak_their_old_content(quant_type: str, manager: str) -> None:
+    """Blocks are poisoned before each prompt, with NaN where the type has one; a request reads only what it wrote."""
+    config = tiny_config(cache={"block_size": 4, "kv_cache_quant_type": quant_type, "manager": manager})
+    with LLM(config) as llm:
+        caches = llm._transport._worker.caches  # type: ignore[attr-defined]
+        tensors = caches.flat_list() if manager == "v0" else list(caches.get_kv_caches().values())
+
+        def alone(prompt: list[int]) -> list[list[int]]:
             llm.manager.reset()
-            caches = llm._transport._worker.caches  # type: ignore[attr-defined]
-            for tensor in caches.get_kv_caches().values():
-                paddle.assign(np.full(tensor.shape, np.nan, dtype=np.float32), tensor)
-            assert tokens(llm.generate([prompt], max_tokens=12)) == [want]
+            return tokens(llm.generate([prompt], max_tokens=12))
+
+        for prompt in PROMPTS:
+            caches.reset_cache()
+            clean = alone(prompt)
+            for tensor in tensors:
+                if tensor.dtype == paddle.uint8:
+                    tensor.fill_(0x7F)  # fp8's NaN
+                else:
+                    paddle.assign(np.full(tensor.shape, np.nan, np.float32), tensor)
+            assert alone(prompt) == clean
 
 
 def test_engine_sampling_depends_on_the_seed_and_not_on_the_batch() -> None:
@@ -148,7 +163,8 @@ def test_engine_sampling_depends_on_the_seed_and_not_on_the_batch() -> None:
         ([1] * 200, {}, "do not fit the cache of 160 tokens"),
         ([1, 2, TINY["vocab_size"]], {}, "outside the vocabulary"),
         ([1, -2], {}, "-2"),
-        ([1], {"max_tokens": 0}, "max_tokens must be at least 1"),
+        ([1], {"max_tokens": 0}, "whole number of at least 1"),
+        ([1], {"max_tokens": 1.5}, "whole number of at least 1"),
         ([1], {"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
         ("text", {}, "no tokenizer"),
     ],
@@ -162,14 +178,79 @@ def test_engine_bad_request_is_refused_before_anything_runs(prompt: Any, options
         assert len(llm.generate([[1, 2, 3]], max_tokens=2).outputs[0].token_ids) == 2
 
 
-def test_engine_killed_worker_is_an_error_that_says_so() -> None:
+@pytest.mark.parametrize("after_steps", [0, 3])
+def test_engine_killed_worker_is_an_error_that_says_so(after_steps: int) -> None:
     with LLM(tiny_config(), "process") as llm:
         assert isinstance(llm._transport, ProcessWorker)
-        llm._transport._process.kill()
-        with pytest.raises(WorkerError, match="killed by signal 9"):
-            llm.generate(PROMPTS)
-        llm.manager.check_integrity()
-        assert llm.manager.stats().held == 0
+        worker, steps = llm._transport._process, []
+
+        def kill_later(*progress: int) -> None:
+            steps.append(progress)
+            if len(steps) == after_steps:
+                worker.kill()
+
+        if not after_steps:
+            worker.kill()
+        for _ in range(2):  # and it stays dead
+            with pytest.raises(WorkerError, match="killed by signal 9"):
+                llm.generate(PROMPTS, on_progress=kill_later)
+            llm.manager.check_integrity()
+            assert llm.manager.stats().held == 0
+
+
+@pytest.mark.parametrize("worker", ["inline", "process"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, WorkerError])
+def test_engine_after_a_step_that_did_not_return_generates_as_before(
+    monkeypatch: pytest.MonkeyPatch, worker: str, error: type[BaseException]
+) -> None:
+    """Interrupted or failed at the Nth step, for every N: the next call neither meets the old step nor its answer."""
+    with LLM(tiny_config(), worker) as llm:
+        want = tokens(llm.generate(PROMPTS[:3], max_tokens=4))
+        real = llm._transport.call
+        for fail_at in range(1, 5):
+            calls = 0
+
+            def failing(message: Any, fail_at: int = fail_at) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == fail_at:
+                    if isinstance(llm._transport, ProcessWorker):
+                        llm._transport._connection.send_bytes(encode(message))  # its answer is never read
+                    raise error("the step is gone")
+                return real(message)
+
+            monkeypatch.setattr(llm._transport, "call", failing)
+            with pytest.raises(error, match="the step is gone"):
+                llm.generate(PROMPTS[:3], max_tokens=4)
+            monkeypatch.setattr(llm._transport, "call", real)
+            llm.manager.check_integrity()
+            assert llm.manager.stats().held == 0
+            assert tokens(llm.generate(PROMPTS[:3], max_tokens=4)) == want
+
+
+def test_engine_stream_without_a_tokenizer_queues_nothing() -> None:
+    with LLM(tiny_config()) as llm:
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            llm.generate([[1, 2, 3]], on_text=lambda index, text: None)
+        assert llm.generate([[1, 2, 3, 4]], max_tokens=1).report.prefill_tokens == 4
+
+
+def test_engine_hits_are_of_the_prompt_even_when_requests_restart() -> None:
+    config = tiny_config(cache={"block_size": 1, "num_device_blocks": 26}, scheduler={"max_batch_size": 8})
+    report = generate(config, [[i, 2, 3] for i in range(8)], max_tokens=20).report
+    assert report.prefix_hit_tokens <= report.prompt_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tensor_parallel_size": 2}}, "runs a model on one rank"),
+        ({"model": {"v_head_dim": 4}}, "v_head_dim is 4, the weights have 8"),
+    ],
+)
+def test_engine_config_that_could_never_run_is_refused_at_start(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(tiny_config(**sections))
 
 
 def test_engine_worker_that_cannot_start_reports_its_own_error() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.toy import toy_config
+from helpers.toy import toy_config, toy_data
 
-from fastkv import CacheController, Config, ConfigError, RunnerCache, load_static_scales
+from fastkv import CacheController, Config, ConfigError, RunnerCache, load_static_scales, parse_config
 from fastkv.core.scales import CalibrationRanges, ValueRange
 from fastkv.core.spec import Role
 from fastkv.worker.static_scales import read_scales_file, write_scales_file
@@ -134,12 +135,31 @@ def test_initialise_and_free_ten_times_leaves_memory_flat() -> None:
 
 
 def test_controller_too_large_for_the_machine_is_refused_before_a_crash() -> None:
-    controller = CacheController(toy_config(mtp=False, num_device_blocks=2**50))
+    """Pages appear when they are touched, so the system would promise far more than there is, and kill us later."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    spec = toy_config(mtp=False).cache_spec()
+    blocks = physical // spec.block_bytes + 1
     with pytest.raises(ConfigError, match="cannot give"):
-        controller.initialize_kv_cache()
-    controller = CacheController(toy_config(mtp=False, num_host_blocks=2**50))
+        RunnerCache(spec, blocks)
+    controller = CacheController(toy_config(mtp=False))
     with pytest.raises(ConfigError, match="cannot give"):
-        controller.initialize_host_cache()
+        controller.initialize_kv_cache(blocks)
+    with pytest.raises(ConfigError, match="cannot give"):
+        controller.initialize_host_cache(physical // spec.record_stride_bytes + 1)
+    # Each alone would fit, both together do not.
+    controller.initialize_kv_cache(int(0.6 * blocks))
+    with pytest.raises(ConfigError, match="with the device caches"):
+        controller.initialize_host_cache(int(0.6 * blocks))
+
+
+def test_controller_fraction_is_of_the_machines_memory() -> None:
+    config = parse_config(
+        {**toy_data(mtp=False, num_host_blocks=0), "cache": {"block_size": 4, "device_memory": 0.001}}
+    )
+    controller = CacheController(config)
+    controller.initialize_all()
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < controller.group_bytes("main") <= 0.001 * physical
 
 
 def test_static_scales_reach_the_layers_sharded_by_rank(tmp_path: Path) -> None:
@@ -207,6 +227,10 @@ def test_static_scales_of_another_model_or_weights_are_refused(tmp_path: Path) -
     config = scaled_config(scales_file(tmp_path))
     assert load_static_scales(config, 0, "abc") is not None
     with pytest.raises(ConfigError, match="calibrated on weights abc"):
+        load_static_scales(config, 0, "xyz")
+    anonymous = tmp_path / "scales.json"
+    anonymous.write_text(anonymous.read_text().replace('"abc"', '""'))
+    with pytest.raises(ConfigError, match="calibrated on weights .unknown."):
         load_static_scales(config, 0, "xyz")
 
 

@@ -177,8 +177,8 @@ def _check_cache(storage: StorageDtype, name: str, tensor: Any) -> int:
             f"{name} must be a Paddle tensor [blocks, kv_heads, block_size, dim], but is {describe(tensor)}"
         )
     dtype = str(tensor.dtype).removeprefix("paddle.")
-    if dtype not in (("uint8",) if quantised else MODEL_DTYPES):
-        stores = "uint8" if quantised else f"the model's dtype ({', '.join(MODEL_DTYPES)})"
+    if dtype not in ((CODE_DTYPE,) if quantised else MODEL_DTYPES):
+        stores = CODE_DTYPE if quantised else f"the model's dtype ({', '.join(MODEL_DTYPES)})"
         raise ConfigError(
             f"kv_cache_quant_type {storage.name} stores {stores}, but {name} is {describe(tensor)}: allocate it from "
             "CacheSpec"

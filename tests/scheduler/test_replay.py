@@ -145,8 +145,8 @@ def test_replay_of_an_unknown_policy_or_size_is_refused() -> None:
 
 
 def test_replay_of_published_traces_is_exact() -> None:
-    """Mooncake's traces, where FASTKV_TRACES names their folder; the same rules on a made trace everywhere else."""
-    folder = os.environ.get("FASTKV_TRACES")
+    """Mooncake's traces, where MOONCAKE_TRACES names their folder; the same rules on a made trace everywhere else."""
+    folder = os.environ.get("MOONCAKE_TRACES")
     if folder is None:
         lines = make_trace(400, 512, seed=11)
         assert replay(trace_of(lines), UNBOUNDED).hit_blocks == naive_replay(lines, 512)[0]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import paddle
 from paddle import Tensor
 
-from fastkv.core.dtype import MODEL_DTYPES, AttentionKind, ScaleKind, StorageDtype, check_legal
+from fastkv.core.dtype import CODE_DTYPE, MODEL_DTYPES, AttentionKind, ScaleKind, StorageDtype, check_legal
 from fastkv.errors import ConfigError
 from fastkv.ops.checks import check_memory, describe
 

@@ -58,10 +58,13 @@ BegunTransfer Manager::begin_write_back(int64_t num_victims) {
   Transfer transfer;
   std::vector<NodeId> victims;
   index_.next_victims(kDevice, num_victims, victims);
+  // All of them are kept meanwhile: if one's host copy made room for another's, the caller would ask for ever.
+  for (const NodeId victim : victims) index_.begin_copy(victim);
   for (const NodeId victim : victims)
     if (index_.node(victim).block[kHost] == kNone && !index_.node(victim).has(kArriving))
       transfer.nodes.push_back(victim);
   take_host_blocks(transfer);
+  for (const NodeId victim : victims) index_.end_copy(victim);
   for (auto* row : {&transfer.device, &transfer.host, &transfer.nodes}) std::reverse(row->begin(), row->end());
   return register_transfer(std::move(transfer));
 }

@@ -85,6 +85,7 @@ class StorageDtype:
         bits: bits of one stored element; None means the bits of the model's dtype.
         bound: largest magnitude a code stands for, before the scale; 0.0 when not quantised.
         code_min: smallest code value, before the scale (int8 is symmetric, the zero-point types use every code).
+        is_float8: codes are e4m3 numbers; otherwise they are integers, kept as code + 2**(bits - 1).
         has_zero_point: value = (code - zero_point) * scale instead of code * scale.
         scales: where scales live.
         granularities: attention kind -> scale granularities that are legal with it. A kind that is missing here is
@@ -98,6 +99,7 @@ class StorageDtype:
     bound: float = 0.0
     code_min: float = 0.0
     has_zero_point: bool = False
+    is_float8: bool = False
 
     @property
     def name(self) -> str:
@@ -128,9 +130,9 @@ STORAGE_DTYPES: Mapping[KVCacheQuantType | None, StorageDtype] = MappingProxyTyp
             StorageDtype(None, None, ScaleKind.NONE, _UNSCALED),
             StorageDtype(_Q.INT8, 8, ScaleKind.STATIC, _STATIC, 127.0, -127.0),
             StorageDtype(_Q.INT8_ZP, 8, ScaleKind.STATIC, _STATIC, 127.0, -128.0, True),
-            StorageDtype(_Q.FLOAT8_E4M3FN, 8, ScaleKind.STATIC, _STATIC_AND_MLA, 448.0, -448.0),
-            StorageDtype(_Q.FLOAT8_E4M3FN_ZP, 8, ScaleKind.STATIC, _STATIC, 448.0, -448.0, True),
-            StorageDtype(_Q.BLOCK_WISE_FP8, 8, ScaleKind.DYNAMIC, _TOKEN, 448.0, -448.0),
+            StorageDtype(_Q.FLOAT8_E4M3FN, 8, ScaleKind.STATIC, _STATIC_AND_MLA, 448.0, -448.0, is_float8=True),
+            StorageDtype(_Q.FLOAT8_E4M3FN_ZP, 8, ScaleKind.STATIC, _STATIC, 448.0, -448.0, True, is_float8=True),
+            StorageDtype(_Q.BLOCK_WISE_FP8, 8, ScaleKind.DYNAMIC, _TOKEN, 448.0, -448.0, is_float8=True),
             StorageDtype(_Q.INT4_ZP, 4, ScaleKind.STATIC, _STATIC, 7.0, -8.0, True),
         )
     }

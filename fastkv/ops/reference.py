@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastkv.core.dtype import ScaleKind
 from fastkv.errors import ConfigError
 from fastkv.ops.reference_codec import (
     Array,
@@ -37,7 +38,7 @@ class CacheTensor:
         data: [blocks, kv_heads, block_size, stored_dim]: uint8, or the model's dtype when quant_type is "none".
         quant_type: name of the quantisation type.
         model_dtype: "float32", "float16" or "bfloat16": of the rows that are written, and of data if not quantised.
-        scale: static: float32 [kv_heads * dim] or [kv_heads]; block_wise_fp8: float32 [blocks, kv_heads, block_size].
+        scale: static: float32 [kv_heads * dim] or [kv_heads]; dynamic: float32 [blocks, kv_heads, block_size].
         zero_point: float32, shape of scale.
     """
 
@@ -60,7 +61,7 @@ class CacheTensor:
     def row_scales(self, blocks: Array, offsets: Array) -> RowScales:
         """Scales of the rows of all heads at n places, broadcastable to [n, kv_heads, dim]."""
         heads = self.data.shape[1]
-        if self.quant_type == "block_wise_fp8":
+        if storage_of(self.quant_type).scales is ScaleKind.DYNAMIC:
             assert self.scale is not None
             return RowScales(self.scale[blocks, :, offsets, None])
         return RowScales(*(None if x is None else x.reshape(heads, -1) for x in (self.scale, self.zero_point)))
@@ -72,9 +73,9 @@ class CacheTensor:
         if self.quant_type == "none":
             self.data[blocks, :, offsets] = from_float32(rows, self.model_dtype)
             return
-        if self.quant_type == "block_wise_fp8":
+        if storage_of(self.quant_type).scales is ScaleKind.DYNAMIC:
             assert self.scale is not None
-            self.scale[blocks, :, offsets] = dynamic_scale(rows)
+            self.scale[blocks, :, offsets] = dynamic_scale(self.quant_type, rows)
         self.data[blocks, :, offsets] = encode(self.quant_type, rows, self.row_scales(blocks, offsets))
 
     def read(self, slots: Array) -> Float32:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastkv.core.dtype import STORAGE_DTYPES, KVCacheQuantType, StorageDtype, parse_quant_type
+from fastkv.core.dtype import STORAGE_DTYPES, StorageDtype, parse_quant_type
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
@@ -99,10 +99,10 @@ def storage_of(quant_type: str) -> StorageDtype:
     return STORAGE_DTYPES[parse_quant_type(quant_type)]
 
 
-def dynamic_scale(rows: Float32) -> Float32:
-    """block_wise_fp8: one scale a row, from its largest magnitude, NaN ignored. [..., dim] -> [...]."""
+def dynamic_scale(quant_type: str, rows: Float32) -> Float32:
+    """One scale a row, from its largest magnitude, NaN ignored. [..., dim] -> [...]."""
     magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows)).max(axis=-1)
-    bound = np.float32(STORAGE_DTYPES[KVCacheQuantType.BLOCK_WISE_FP8].bound)
+    bound = np.float32(storage_of(quant_type).bound)
     return np.maximum(np.minimum(magnitude, FLOAT32_MAX) / bound, FLOAT32_TINY).astype(np.float32)
 
 
@@ -112,29 +112,30 @@ def encode(quant_type: str, rows: Float32, scales: RowScales) -> Array:
     assert scale is not None
     offset = np.float32(0) if zero_point is None else zero_point
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        if storage.bound == 448.0:
+        if storage.is_float8:
             if zero_point is not None:
                 return encode_e4m3(rows / scale + zero_point)
             return encode_e4m3(rows * (np.float32(1) / scale))
         scaled = rows * (np.float32(1) / scale) + offset
     scaled = np.where(np.isnan(scaled), offset, scaled)  # integers have no NaN: it counts as 0.0
     codes = np.clip(np.rint(scaled), storage.code_min, storage.bound).astype(np.int32)
-    if storage.bits == 8:
-        return (codes + 128).astype(np.uint8)
-    nibbles = (codes + 8).astype(np.uint8)
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)  # low nibble = even index
+    assert storage.bits is not None
+    codes = (codes + 2 ** (storage.bits - 1)).astype(np.uint8)
+    if storage.elements_per_byte == 1:
+        return codes
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)  # low nibble = even index
 
 
 def decode(quant_type: str, codes: Array, scales: RowScales) -> Float32:
     """uint8 codes [..., dim], int4: [..., dim / 2] -> float32 rows [..., dim]."""
     storage, scale, zero_point = storage_of(quant_type), scales.scale, scales.zero_point
     assert scale is not None
-    if storage.bound == 448.0:
+    if storage.is_float8:
         values = decode_e4m3(codes)
-    elif storage.bits == 8:
-        values = codes.astype(np.float32) - np.float32(128)
     else:
-        pairs = np.stack([codes & 15, codes >> 4], axis=-1)
-        values = pairs.reshape(*codes.shape[:-1], -1).astype(np.float32) - np.float32(8)
+        assert storage.bits is not None
+        if storage.elements_per_byte == 2:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        values = codes.astype(np.float32) - np.float32(2 ** (storage.bits - 1))
     with np.errstate(over="ignore", invalid="ignore"):
         return ((values if zero_point is None else values - zero_point) * scale).astype(np.float32)

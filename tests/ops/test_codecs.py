@@ -108,7 +108,7 @@ def test_block_wise_fp8_ignores_nan_and_caps_infinity_in_the_scale(isa: str) -> 
     rows = np.ones((3, 1, WIDTH), np.float32)
     rows[0, 0, 5], rows[1, 0, 7], rows[2, 0, :] = np.nan, -np.inf, np.nan
     check_encode("block_wise_fp8", rows.reshape(-1), np.full((1, 1, 3), np.nan, np.float32), None)
-    scales = dynamic_scale(rows)[:, 0]
+    scales = dynamic_scale("block_wise_fp8", rows)[:, 0]
     np.testing.assert_array_equal(scales, np.array([1 / 448, np.finfo(np.float32).max / 448, TINY], np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Transfer plans as messages: they cross unchanged, and one that cannot be carried out is refused before anything moves."""
+"""Transfer plans as messages: they cross unchanged, and one that cannot be carried out is refused at once."""
 
 from __future__ import annotations
 

@@ -168,17 +168,17 @@ class PrefixIndex {
   void check() const;
 
  private:
-  // Of a node that has, or had, a priority. The generation counts how often the slot was reused.
+  // Of a node that has, or had, a priority: when it ends, which raise came last, and how often the slot was reused.
   struct Life {
     double expiry_s;
-    uint64_t generation;
+    uint64_t number, generation;
+    int64_t depth;
   };
   struct Expiry {
     double at_s;
-    int64_t depth;
+    uint64_t generation;
     NodeId node;
-    uint64_t generation, number;
-    bool operator<(const Expiry& other) const;
+    bool operator<(const Expiry& other) const { return at_s > other.at_s; }  // a std heap has its greatest first
   };
 
   std::string_view extra_of(const Query& query, int64_t block) const;
@@ -190,6 +190,7 @@ class PrefixIndex {
   void let_go(NodeId id);
   void lose_copy(NodeId id, Node& node, Level level);
   void pick_up(NodeId id);
+  void expect_expiry(NodeId id);
   int64_t evict_run(Level level, NodeId id, int64_t count);
   void remove(NodeId id);
   void remove_subtree(NodeId id);

@@ -144,7 +144,10 @@ inline void PrefixIndex::remove(NodeId id) {
     if (node.next_sibling != kNone) nodes_[node.next_sibling].prev_sibling = node.prev_sibling;
   }
   if (node.has(kHasExtra)) extras_.erase(id);
-  if (static_cast<size_t>(id) < lives_.size()) ++lives_[id].generation;
+  if (static_cast<size_t>(id) < lives_.size()) {
+    ++lives_[id].generation;
+    if (node.priority) expect_expiry(node.parent);
+  }
   --num_nodes_;
   node.flags = 0;
   free_nodes_.push_back(id);

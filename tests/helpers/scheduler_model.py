@@ -27,6 +27,7 @@ class ModelBlock:
     probation: bool = False
     priority: int = 0
     expiry: float = 0.0
+    raised: int = 0  # number of the raise that came last
 
     def path(self) -> list[ModelBlock]:
         return [*(self.parent.path() if self.parent else []), self]
@@ -68,7 +69,6 @@ class SchedulerModel:
         self.now = 0.0
         self.ghosts: list[Content] = []
         self.ghost_capacity = self.num_blocks
-        self.expiries: list[tuple[float, int, int, ModelBlock]] = []
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -231,28 +231,18 @@ class SchedulerModel:
     # -- priorities --------------------------------------------------------------------------------------------------
 
     def _raise_priority(self, path: list[ModelBlock], priority: int, expiry: float) -> None:
+        self.raises += 1
         for block in path:
             block.expiry = max(block.expiry, expiry) if block.priority else expiry
             block.priority = max(block.priority, priority)
-        if path:
-            self.expiries.append((expiry, -len(path), self.raises, path[-1]))
-            self.raises += 1
+            block.raised = self.raises
 
     def tick(self) -> None:
-        """Blocks whose priority expired count as used now; deeper ones first, and then in the order of the raises."""
-        due: list[tuple[int, ModelBlock]] = []
-        for expiry, depth, _, end in sorted(self.expiries, key=lambda entry: entry[:3]):
-            if expiry <= self.now:
-                for block in reversed(end.path()):
-                    if block in self.blocks and end in self.blocks and block.priority and block.expiry <= self.now:
-                        due.append((depth, block))
-                        block.priority = 0
-                        depth += 1
-                    else:
-                        break
-        self.expiries = [entry for entry in self.expiries if entry[0] > self.now]
-        for _, block in sorted(due, key=lambda pair: pair[0]):
+        """Blocks whose priority expired count as used now; deeper ones first, then those raised longer ago."""
+        due = [block for block in self.blocks if block.priority and block.expiry <= self.now]
+        for block in sorted(due, key=lambda block: (-len(block.path()), block.raised)):
             self.event += 1
+            block.priority = 0
             block.last_use, block.probation = (self.event, 0), self.policy == "2q" and not block.hot
 
     # -- speculation, forks, pins, the whole ------------------------------------------------------------------------

@@ -159,6 +159,26 @@ def test_priority_expires_as_if_used_at_that_moment():
     assert [manager.allocate("next", 1).tolist()[0] for _ in range(4)] == [old[1], old[0], keep[1], keep[0]]
 
 
+def test_priorities_of_two_branches_that_expire_together_leave_children_before_the_parent():
+    now = [0.0]
+    manager = CacheManager(4, 4, clock=lambda: now[0])
+    tables = []
+    for name, tail in (("long", [1] * 8), ("short", [2] * 4)):
+        manager.open(name, [0] * 4 + tail, priority=1, priority_ttl_s=5)
+        manager.match(name)
+        manager.allocate(name, manager.blocks_needed(name, 4 + len(tail)))
+        manager.publish(name, 4 + len(tail))
+        tables.append(manager.block_table(name).tolist())
+    (root, upper, lower), (_, other) = tables
+    manager.release("long")
+    manager.release("short")
+    now[0] = 5.0
+    manager.open("next", [5] * 16)
+    order = [manager.allocate("next", 1).tolist()[0] for _ in range(4)]
+    manager.check_integrity()
+    assert order == [lower, upper, other, root]
+
+
 @pytest.mark.parametrize(("priority", "ttl"), [(8, 1.0), (-1, 1.0), (1, 0.0), (1, float("nan"))])
 def test_priority_out_of_range_is_refused(manager, priority, ttl):
     with pytest.raises(RequestError, match=r"priority|ttl_s"):

@@ -1,30 +1,38 @@
 """Continuous batching: which tokens of which requests go into the next step. The scheduler's side, no paddle.
 
-Owns the requests' progress; the CacheManager owns their blocks. Called by the engine's loop, in turn:
+Owns the requests' progress; the CacheManager owns their blocks, the TierManager what moves below the device. Called by
+the engine's loop, in turn:
 
     plan() -> StepPlan -> (worker) -> StepResult -> apply()
+              Poll     -> (worker) -> PollResult -> apply_poll()      when only copies are under way
 
     waiting --plan--> running --last token--> finished
-       ^------- preempt (out of blocks) --'
+       ^---- preempt (out of blocks, or its load failed) --'
 
 A step holds one token of every request that decodes and, within max_batch_tokens, chunks of prompts. A waiting request
 whose next block is being computed by a running one is not started until that block is published, so that a shared
-prefix is computed once.
+prefix is computed once; one whose blocks are on their way from storage waits for those.
+
+A step that reads blocks from the host carries their load. If that fails, nothing of the step is used: its requests
+compute the same tokens again, those that were to read the blocks without them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 import numpy.typing as npt
 
 from fastkv.core.digest import NO_IDENTITY, Identity
-from fastkv.core.messages import INT64, SamplingParams, StepPlan, StepResult, pack, unpack
-from fastkv.errors import InvariantError, RequestError
+from fastkv.core.messages import INT64, Poll, PollResult, SamplingParams, StepPlan, StepResult, pack, unpack
+from fastkv.errors import InvariantError, RequestError, WorkerError
 from fastkv.scheduler.manager import CacheManager
+from fastkv.scheduler.tiers import TierManager
+
+_POLL_S = 0.05  # how long the worker may wait for a copy to end when no step can run
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +47,10 @@ class Request:
         stop_ids: token ids that end the request; the stopping token is not part of the output.
         identity: what besides the tokens makes its KV what it is.
         output: tokens generated so far.
-        computed: tokens whose KV is in the cache.
+        computed: tokens whose KV is in the cache, or on its way from the host with the step in flight.
+        published: tokens whose blocks others can find on the device.
+        is_looked_up: storage was asked for its blocks.
+        without_host: a load of it failed, so it starts from what the device has.
         hit_tokens: prompt tokens that were found in the cache when the request started; None before. What a
             preempted request finds again of its own is no hit.
         finish_reason: "stop", "length" or "" while it runs.
@@ -53,6 +64,9 @@ class Request:
     identity: Identity = NO_IDENTITY
     output: list[int] = field(default_factory=list)
     computed: int = 0
+    published: int = 0
+    is_looked_up: bool = False
+    without_host: bool = False
     hit_tokens: int | None = None
     finish_reason: str = ""
 
@@ -87,16 +101,27 @@ class Batcher:
         max_batch_size: requests in one step.
         max_batch_tokens: new tokens in one step.
         max_context: tokens of a prompt and its output together.
+        tiers: the levels below the device; None: there are none.
     """
 
-    def __init__(self, manager: CacheManager, max_batch_size: int, max_batch_tokens: int, max_context: int) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_context: int,
+        tiers: TierManager | None = None,
+    ) -> None:
         self.manager = manager
+        self.tiers = tiers or TierManager(manager)
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
         self.max_context = max_context
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._in_step: list[tuple[Request, int]] = []
+        self._loading: list[Request] = []  # requests of the step that read blocks from the host
+        self._load: int | None = None  # the plan that brings those blocks
         self._plan_ids = count(1)
 
     @property
@@ -136,7 +161,14 @@ class Batcher:
 
     def discard_step(self) -> None:
         """Forget the step in flight: it failed or was interrupted. Its requests compute their tokens again."""
-        self._in_step = []
+        if self._load is not None:
+            self.tiers.take_load(self._load)
+        for request in self._loading:
+            if request in self._running:
+                self._running.remove(request)
+                self._send_back(request)
+                request.without_host, request.hit_tokens = True, None
+        self._in_step, self._loading, self._load = [], [], None
 
     def abort(self, request: Request) -> None:
         """Drop a request wherever it is; its blocks are released. A step in flight ignores it."""
@@ -146,32 +178,61 @@ class Batcher:
             self._waiting.remove(request)
         else:
             return
+        self.tiers.forget(request.request_id)
         self.manager.release(request.request_id)
 
-    def plan(self) -> StepPlan:
-        """Choose the next step's tokens and give them blocks.
+    def plan(self) -> StepPlan | Poll:
+        """Choose the next step's tokens and give them blocks; a Poll when all that can be done is to wait for copies.
 
         Raises:
             InvariantError: there is no work, a step is in flight, or nothing can run.
+            WorkerError: nothing can run, because of copies that the worker does not end.
         """
         if self._in_step or not self.has_work:
             raise InvariantError("plan() needs work and no step in flight")
+        self.tiers.expire()
+        self._look_up_waiting()
         budget = self.max_batch_tokens
         # Decoding requests first: one token each, and they alone may still need blocks (prompts got theirs at start).
         for request in sorted(self._running, key=lambda r: r.num_tokens - r.computed > 1):
             budget -= self._continue(request, budget)
+        num_fetching = 0  # the host would not hold what a long queue of prompts has in storage
         for request in list(self._waiting):
-            if budget < 1 or len(self._running) >= self.max_batch_size:
+            if budget < 1 or len(self._running) + num_fetching >= self.max_batch_size:
                 break
             if self._shares_unpublished_block(request):
+                continue
+            if self._is_fetching(request):
+                num_fetching += 1
                 continue
             tokens = self._start(request, budget)
             if not tokens:
                 break
             budget -= tokens
         if not self._in_step:
-            raise InvariantError(f"no request can run: {self.manager.stats()}")
+            if not self.tiers.num_under_way:
+                raise InvariantError(f"no request can run: {self.manager.stats()}")
+            if not self.tiers.num_hopeful:
+                raise WorkerError(
+                    f"no request can run: {self.tiers.num_under_way} transfers past their deadline hold the blocks "
+                    f"that are missing ({self.tiers.stats.last_cause}); start the engine again"
+                )
+            return self.poll(_POLL_S)
+        self.tiers.make_room(len(self._running))  # ahead of need: decoding requests will ask for a block each
         return self._build()
+
+    def poll(self, wait_s: float) -> Poll:
+        """A message that starts what is planned and asks what became of earlier copies."""
+        return Poll(self.new_plan_id(), self.tiers.take_plans(), wait_s)
+
+    def new_plan_id(self) -> int:
+        """An id for a message to the worker; ids ascend."""
+        return next(self._plan_ids)
+
+    def apply_poll(self, result: PollResult) -> None:
+        """Take the answer to a Poll."""
+        self.tiers.acknowledge(result.acks)
+        self.tiers.expire()
 
     def step_size(self) -> tuple[int, int]:
         """(prefill tokens, decode tokens) of the step in flight; a decode token is one that was just sampled."""
@@ -179,11 +240,18 @@ class Batcher:
         return sum(num_tokens for _, num_tokens in self._in_step) - decode, decode
 
     def apply(self, result: StepResult) -> list[NewToken]:
-        """Take a step's tokens: publish what was computed, extend or finish requests.
+        """Take a step's tokens: publish what was computed, extend or finish requests. Nothing if a load failed.
 
         Raises:
             InvariantError: the result is of another batch.
         """
+        self.tiers.acknowledge(result.acks)
+        self.tiers.expire()
+        if result.is_discarded or (self._load is not None and not self.tiers.has_landed(self._load)):
+            self.discard_step()
+            return []
+        if self._load is not None:
+            self.tiers.take_load(self._load)
         tokens = unpack(result.tokens)
         if len(tokens) != len(self._in_step):
             raise InvariantError(f"{len(tokens)} results for a step of {len(self._in_step)} requests")
@@ -193,9 +261,11 @@ class Batcher:
                 continue  # aborted while the step was in flight
             request.computed += num_tokens
             self.manager.publish(request.request_id, request.computed)
+            request.published = request.computed
+            self.tiers.written(request.request_id)
             if token >= 0:
                 events.append(self._take(request, token))
-        self._in_step = []
+        self._in_step, self._loading, self._load = [], [], None
         return events
 
     def _take(self, request: Request, token: int) -> NewToken:
@@ -220,11 +290,11 @@ class Batcher:
         num_tokens = min(request.num_tokens - request.computed, budget)
         if num_tokens < 1:
             return 0
-        while not self._fits(request, num_tokens):
+        while not (fits := self._fits(request, num_tokens)):
+            if fits is None:
+                return 0
             victim = self._running.pop()
-            self.manager.preempt(victim.request_id)
-            victim.computed = 0
-            self._waiting.appendleft(victim)
+            self._send_back(victim)
             if victim is request:
                 return 0
         self._in_step.append((request, num_tokens))
@@ -232,22 +302,49 @@ class Batcher:
 
     def _start(self, request: Request, budget: int) -> int:
         """Match a waiting request, give its whole prompt blocks, plan its first chunk. 0 leaves it waiting."""
-        request.computed = self.manager.match(request.request_id).num_device_tokens
+        found = self.manager.match(request.request_id)
+        request.published = found.num_device_tokens
+        request.computed = request.published if request.without_host else found.num_tokens
         if not self._fits(request, request.num_tokens - request.computed):
             self.manager.preempt(request.request_id)
-            request.computed = 0
+            request.computed = request.published = 0
             return 0
+        if request.computed > request.published:
+            self._loading.append(request)
         if request.hit_tokens is None:
             request.hit_tokens = request.computed
         num_tokens = min(request.num_tokens - request.computed, budget)
+        self.tiers.forget(request.request_id)
         self._waiting.remove(request)
         self._running.append(request)
         self._in_step.append((request, num_tokens))
         return num_tokens
 
-    def _fits(self, request: Request, num_tokens: int) -> bool:
+    def _fits(self, request: Request, num_tokens: int) -> bool | None:
+        """Allocate what the tokens need. None: not yet, what would be evicted is being written back."""
         needed = self.manager.blocks_needed(request.request_id, request.computed + num_tokens)
+        if not self.tiers.make_room(needed):
+            return None
         return self.manager.try_allocate(request.request_id, needed) is not None
+
+    def _send_back(self, request: Request) -> None:
+        """A request that runs no more gives up its blocks and waits, first in line."""
+        self.manager.preempt(request.request_id)
+        request.computed = request.published = 0
+        request.is_looked_up = False
+        self._waiting.appendleft(request)
+
+    def _look_up_waiting(self) -> None:
+        """Ask storage for the blocks of the requests that start next, so that they come while the requests wait."""
+        for request in islice(self._waiting, self.max_batch_size):
+            self._is_fetching(request)
+
+    def _is_fetching(self, request: Request) -> bool:
+        """Whether a waiting request waits for blocks from storage; asks storage for them once."""
+        if not request.is_looked_up and not request.without_host:
+            request.is_looked_up = True
+            return self.tiers.fetch(request.request_id)
+        return self.tiers.is_fetching(request.request_id)
 
     def _shares_unpublished_block(self, request: Request) -> bool:
         """Whether a running request is about to publish a block that this one starts with."""
@@ -258,7 +355,7 @@ class Batcher:
         for other in self._running:
             if other.identity != request.identity:
                 continue
-            start = other.computed // size * size
+            start = min(other.computed, other.published) // size * size
             stop = min(limit, other.num_tokens // size * size)
             if stop > start and _common_prefix(request, other, stop) >= start + size:
                 return True
@@ -277,9 +374,10 @@ class Batcher:
             slots.append(table[positions // size].astype(np.int64) * size + positions % size)
             tokens.append(request.tokens(request.computed, request.computed + num_tokens))
             starts.append(starts[-1] + num_tokens)
+        self._load = self.tiers.load([request.request_id for request in self._loading])
         completes = [request.computed + n == request.num_tokens for request, n in self._in_step]
         return StepPlan(
-            plan_id=next(self._plan_ids),
+            plan_id=self.new_plan_id(),
             token_ids=pack(np.concatenate(tokens)),
             query_start=pack(starts),
             context_lens=pack([request.computed for request, _ in self._in_step]),
@@ -291,6 +389,8 @@ class Batcher:
                 for (request, _), complete in zip(self._in_step, completes, strict=True)
             ),
             sampled_positions=pack([request.num_tokens for request, _ in self._in_step]),
+            transfers=self.tiers.take_plans(),
+            loads=() if self._load is None else (self._load,),
         )
 
 

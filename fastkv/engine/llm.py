@@ -1,11 +1,12 @@
 """LLM: text in, text out. The front end that ties tokenizer, batcher and worker together.
 
-Called by `fastkv generate` and by offline scripts. Owns the CacheManager (through its batcher) and the worker's
-transport; the two meet only in messages.
+Called by `fastkv generate` and by offline scripts. Owns the CacheManager (through its batcher), the levels below the
+device, and the worker's transport; scheduler and worker meet only in messages.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,13 +16,16 @@ import numpy.typing as npt
 
 from fastkv import CacheManager, Config, RequestError
 from fastkv.core.digest import as_token_array
-from fastkv.core.messages import SamplingParams, StepResult
+from fastkv.core.messages import Poll, SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
+from fastkv.engine.levels import Levels, Moved
 from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.sampler import check_sampling
 from fastkv.engine.tokenizer import ChatMessage, Tokenizer
 from fastkv.engine.transport import InlineWorker, ProcessWorker, WorkerTransport
-from fastkv.errors import ConfigError, InvariantError
+from fastkv.errors import ConfigError, FastKVError, InvariantError
+
+_SETTLE_S = 2.0  # how long generate waits at its end for copies to host and storage; later ones go on by themselves
 
 Prompt = str | Sequence[int]
 TRANSPORTS: dict[str, type[InlineWorker] | type[ProcessWorker]] = {"inline": InlineWorker, "process": ProcessWorker}
@@ -54,6 +58,9 @@ class Report:
         prefill_tokens, output_tokens: prompt tokens computed, and tokens generated.
         prefill_tokens_per_s: prompt tokens a second of worker time in steps that computed any.
         decode_tokens_per_s: tokens a second in steps that only generated.
+        write_policy: when blocks are copied to the host.
+        moved: blocks that moved between device, host and storage.
+        storage_counters, storage_error: the storage backend's events since the engine was made, and its last fault.
     """
 
     storage_dtype: str
@@ -72,6 +79,10 @@ class Report:
     output_tokens: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    write_policy: str
+    moved: Moved
+    storage_counters: dict[str, int]
+    storage_error: str
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
@@ -128,12 +139,15 @@ class LLM:
             self._transport.ready.num_device_blocks,
             config.cache.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            num_host_blocks=self._transport.ready.num_host_blocks,
         )
+        self._levels = self._open_levels()
         self._batcher = Batcher(
             self.manager,
             config.scheduler.max_batch_size,
             config.scheduler.max_batch_tokens,
             config.model.max_context,
+            self._levels.tiers,
         )
         self._next_id = 0
 
@@ -144,8 +158,42 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the worker's memory and end its process."""
+        """Store what is on its way to storage, free the worker's memory and end its process."""
+        storage = self.config.storage
+        with contextlib.suppress(FastKVError):  # the worker may be gone: then nothing is left to wait for
+            self._levels.settle(self._batcher, _SETTLE_S if storage is None else storage.put_timeout_s)
+        self._levels.close()
         self._transport.close()
+
+    def set_weights_version(self, version: str) -> None:
+        """Say that the model's weights changed: nothing that was cached before is found again, at any level.
+
+        Raises:
+            RequestError: the version is no non-empty str.
+            StorageError: storage cannot be opened for it.
+        """
+        self._levels.set_weights_version(self._batcher, version)
+
+    def sleep(self, *, release_host: bool = False) -> None:
+        """Give the device caches' memory back to the system until `wake`, and with release_host the host cache's.
+
+        Blocks that the host keeps, or storage has, are found again afterwards.
+
+        Raises:
+            RequestError: copies do not end.
+        """
+        self._levels.sleep(self._batcher, release_host=release_host)
+
+    def wake(self) -> None:
+        """Take the memory again after `sleep`."""
+        self._levels.wake(self._batcher)
+
+    def _open_levels(self) -> Levels:
+        try:
+            return Levels(self.config, self._transport.ready, self.manager, self._transport.call)
+        except BaseException:
+            self._transport.close()
+            raise
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -187,7 +235,7 @@ class LLM:
         requests = self._requests(prompts, max_tokens, sampling, chat)
         index = {request.request_id: i for i, request in enumerate(requests)}
         streams = [self.tokenizer.stream() for _ in requests] if on_text else []
-        meter = _Meter()
+        meter, moved = _Meter(), self._levels.moved()
         try:
             for request in requests:
                 self._batcher.add(request)
@@ -205,8 +253,9 @@ class LLM:
             for request in requests:
                 self._batcher.abort(request)
             raise
+        self._levels.settle(self._batcher, _SETTLE_S)
         outputs = [self._output(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
-        return Generation(outputs, self._report(requests, meter))
+        return Generation(outputs, self._report(requests, meter, self._levels.moved() - moved))
 
     def _requests(
         self, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingParams, chat: bool
@@ -247,6 +296,9 @@ class LLM:
 
     def _step(self, meter: _Meter) -> list[NewToken]:
         plan = self._batcher.plan()
+        if isinstance(plan, Poll):
+            self._levels.apply(self._batcher, self._transport.call(plan))
+            return []
         stats = self.manager.stats()
         meter.peak_blocks = max(meter.peak_blocks, stats.held)
         result = self._transport.call(plan)
@@ -259,7 +311,7 @@ class LLM:
         text = self.tokenizer.decode(request.output) if isinstance(prompt, str) else ""
         return Output(prompt, text, request.output, request.finish_reason, len(request.prompt), request.hit_tokens or 0)
 
-    def _report(self, requests: Sequence[Request], meter: _Meter) -> Report:
+    def _report(self, requests: Sequence[Request], meter: _Meter, moved: Moved) -> Report:
         ready = self._transport.ready
         return Report(
             storage_dtype=ready.storage_dtype,
@@ -278,4 +330,8 @@ class LLM:
             output_tokens=sum(len(request.output) for request in requests),
             prefill_tokens_per_s=meter.prefill_tokens / meter.prefill_s if meter.prefill_s else 0.0,
             decode_tokens_per_s=meter.decode_tokens / meter.decode_s if meter.decode_s else 0.0,
+            write_policy=self.config.cache.write_policy,
+            moved=moved,
+            storage_counters=self._levels.storage_counters,
+            storage_error=self._levels.storage_error,
         )

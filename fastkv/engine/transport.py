@@ -9,6 +9,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from fastkv.config import Config
-from fastkv.core.messages import AnyMessage, Failure, Shutdown, WorkerReady, decode, encode
+from fastkv.core.messages import AnyMessage, Failure, PollResult, Shutdown, StepResult, WorkerReady, decode, encode
+from fastkv.core.transfers import TransferAck
 from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
 from fastkv.errors import (
     ConfigError,
@@ -91,21 +93,23 @@ class ProcessWorker:
     Args:
         config: what to load; it crosses as MessagePack.
         rank: tensor-parallel rank.
+        module: what the process runs; it serves its socket as fastkv.engine.worker_process does.
 
     Raises:
         FastKVError: what the worker reported while it started.
         WorkerError: it died.
     """
 
-    def __init__(self, config: Config, rank: int = 0) -> None:
+    def __init__(self, config: Config, rank: int = 0, module: str = "fastkv.engine.worker_process") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "fastkv.engine.worker_process", str(theirs.fileno())]
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
+        self._late_acks: tuple[TransferAck, ...] = ()
         try:
             self._connection.send_bytes(msgspec.msgpack.encode((config, rank)))
-            ready = _checked(self._receive())
+            ready = _checked(self._next())
         except BaseException:
             self.close()
             raise
@@ -121,14 +125,33 @@ class ProcessWorker:
 
     def call(self, message: AnyMessage) -> AnyMessage:
         """See WorkerTransport."""
+        self.send(message)
+        answer = self.receive(message)
+        assert answer is not None  # without a timeout it waits for ever, or raises
+        return answer
+
+    def send(self, message: AnyMessage) -> None:
+        """The first half of call. Raises WorkerError if the worker died."""
         with self._whole_message():
             self._connection.send_bytes(encode(message))
+
+    def receive(self, message: AnyMessage, timeout_s: float | None = None) -> AnyMessage | None:
+        """The second half: the answer to a message, or None if there is none yet after timeout_s.
+
+        Raises:
+            FastKVError: as call.
+        """
         plan_id = getattr(message, "plan_id", 0)
-        while True:
-            answer = self._receive()
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._wait(end_s):
+            answer = self._next()
             if getattr(answer, "plan_id", plan_id) >= plan_id:
-                return _checked(answer)
-            # An older id: the answer to a step whose engine was interrupted while it waited.
+                return self._with_late_acks(_checked(answer))
+            # An older id: the answer to a step whose engine was interrupted, or did not wait any longer. What it
+            # acknowledges counts.
+            if isinstance(answer, (StepResult, PollResult)):
+                self._late_acks += answer.acks
+        return None
 
     def close(self) -> None:
         """See WorkerTransport."""
@@ -142,11 +165,21 @@ class ProcessWorker:
             self._process.kill()
             self._process.wait()
 
-    def _receive(self) -> AnyMessage:
+    def _with_late_acks(self, answer: AnyMessage) -> AnyMessage:
+        if not self._late_acks or not isinstance(answer, (StepResult, PollResult)):
+            return answer
+        acks, self._late_acks = self._late_acks + answer.acks, ()
+        return msgspec.structs.replace(answer, acks=acks)
+
+    def _wait(self, end_s: float | None) -> bool:
+        """Whether a message arrives by then (None: for ever). An interrupt comes here, where nothing is read yet."""
         try:
-            self._connection.poll(None)  # an interrupt comes here, where nothing is read yet
+            return self._connection.poll(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except OSError:
             raise self._died() from None
+
+    def _next(self) -> AnyMessage:
+        self._wait(None)
         with self._whole_message():
             return decode(self._connection.recv_bytes())
 

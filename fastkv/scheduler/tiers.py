@@ -128,7 +128,9 @@ class TierManager:
         self._offloads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._outgoing: list[TransferPlan] = []
         self._loads: dict[int, bool | None] = {}
-        self._fetches: dict[str, int] = {}
+        self._fetches: dict[str, int] = {}  # waiting request -> the plan that it waits for
+        self._joined: set[str] = set()  # those that wait for another request's plan
+        self._arriving: dict[bytes, int] = {}  # digest -> the plan that fetches it
         self._no_write_back_before_s = 0.0
         self._num_host_blocks: int = manager._counts(int(Level.HOST))[0]
         self._is_enabled = self._num_host_blocks > 0
@@ -151,23 +153,35 @@ class TierManager:
         digests = self.manager.prefix_digests(request_id, most)[known:]
         if not digests:
             return False
+        if digests[0] in self._arriving:  # for another request: ask again when it is here
+            self._fetches[request_id] = self._arriving[digests[0]]
+            self._joined.add(request_id)
+            return True
         stored = self._lookup.contains(digests, time.monotonic() + self.options.lookup_timeout_s)
         begun: _Begun = self.manager._begin_fetch(request_id, known, stored) if stored else None
         if begun is None:
             return False
         transfer, _, host = begun
-        stage = stage_of(Level.STORAGE, Level.HOST, destination_ids=host, digests=digests[: len(host)])
+        digests = digests[: len(host)]
+        stage = stage_of(Level.STORAGE, Level.HOST, destination_ids=host, digests=digests)
         plan = self._send(FlightKind.FETCH, [stage], [(transfer, len(host))], self.options.fetch_timeout_s)
+        self._arriving.update(dict.fromkeys(digests, plan.plan_id))
         self._fetches[request_id] = plan.plan_id
         return True
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether blocks of the request are still on their way from storage, and worth waiting for."""
         flight = self._board.get(self._fetches.get(request_id, 0))
-        if flight is None or flight.cause:
-            self._fetches.pop(request_id, None)
-            return False
-        return True
+        if flight is not None and not flight.cause:
+            return True
+        is_joined = request_id in self._joined
+        self.forget(request_id)
+        return is_joined and flight is None and self.fetch(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request waits no more: it starts, or was aborted."""
+        self._fetches.pop(request_id, None)
+        self._joined.discard(request_id)
 
     def load(self, request_ids: Sequence[str]) -> int | None:
         """Bring what match found on the host into the requests' own blocks, in one plan.
@@ -193,9 +207,13 @@ class TierManager:
         self._loads[plan.plan_id] = None
         return plan.plan_id
 
+    def has_landed(self, plan_id: int) -> bool:
+        """Whether a load is over and every rank has its blocks. Not so after its step: discard the step."""
+        return bool(self._loads.get(plan_id))
+
     def take_load(self, plan_id: int) -> bool:
-        """Whether a load is over and every rank has its blocks; asked once, after the step. False: discard the step."""
-        return bool(self._loads.pop(plan_id))
+        """As has_landed, once: the load's step is over, and nobody asks again."""
+        return bool(self._loads.pop(plan_id, False))
 
     def written(self, request_id: str) -> None:
         """Call after publish and before release: offload what the write policy says, with the next plans."""
@@ -271,6 +289,11 @@ class TierManager:
         return len(self._board) + bool(self._offloads)
 
     @property
+    def num_hopeful(self) -> int:
+        """Those of them that have not failed."""
+        return sum(not flight.cause for flight in self._board) + bool(self._offloads)
+
+    @property
     def has_plans(self) -> bool:
         """Whether take_plans would give any."""
         return bool(self._offloads or self._outgoing)
@@ -329,6 +352,9 @@ class TierManager:
                 stores.append((begun[0], begun[2]))
             start += num_blocks
             num_landed += landed
+        if flight.kind is FlightKind.FETCH:
+            for digest in flight.plan.stages[0].digest_list():
+                self._arriving.pop(digest, None)
         self._count(flight, num_landed)
         if flight.plan.plan_id in self._loads:
             self._loads[flight.plan.plan_id] = not flight.cause

@@ -138,6 +138,9 @@ class FaultyCopier:
     def layer_bytes(self, layer: int) -> int:
         return self.inner.layer_bytes(layer)
 
+    def close(self) -> None:
+        self.inner.close()  # type: ignore[attr-defined]
+
     def copy(self, direction: Direction, device_ids: Any, host_ids: Any, layers: range) -> None:
         call, self.calls = self.calls, self.calls + 1
         assert self.gate.wait(30)

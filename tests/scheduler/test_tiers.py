@@ -210,11 +210,35 @@ def test_fetch_asks_once_for_what_two_waiting_requests_share() -> None:
     one.open("a", tokens)
     one.open("b", tokens)
     assert one.tiers.fetch("a")
-    assert not one.tiers.fetch("b")
+    assert one.tiers.fetch("b")  # waits for the same plan
+    one.send()
+    assert len(one.ranks[0].inbox) == 1
+    assert one.tiers.is_fetching("b")
     one.settle()
+    assert not one.tiers.is_fetching("b")
     assert one.manager.match("b").num_tokens == 12
     one.release("a")
     one.release("b")
+    one.check_idle()
+
+
+def test_fetch_that_joined_another_goes_on_with_its_own_blocks() -> None:
+    one = world(num_device=8, has_storage=True)
+    for tokens in (text(1, 2), text(1, 2)[:8] + text(2, 2)):
+        one.store.update({(0, digest): digest for digest in digests_of(one, tokens)})
+    one.open("a", text(1, 2))
+    one.open("b", text(1, 2)[:8] + text(2, 2))
+    assert one.tiers.fetch("a")
+    assert one.tiers.fetch("b")
+    one.settle()
+    assert one.tiers.is_fetching("b")  # now for blocks 2 and 3
+    one.settle()
+    assert not one.tiers.is_fetching("b")
+    assert one.manager.match("b").num_tokens == 16
+    one.open("c", text(1, 2))
+    one.tiers.forget("c")
+    for name in "abc":
+        one.release(name)
     one.check_idle()
 
 

@@ -231,7 +231,7 @@ def test_accounting_under_load_twenty_thousand_steps_leave_nothing_behind(
 
 
 _quick = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
 for _machine in (TierMachine, SelectiveMachine, WriteBackMachine, TwoQueueMachine):
     _machine.TestCase.settings = _quick

@@ -1,0 +1,262 @@
+"""The engine with host and storage below a device cache that is too small: the same text as with an unbounded cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.attention_kinds import kind_data
+from helpers.copies import FaultyCopier
+from helpers.engine import TINY, tiny_config
+from helpers.storage_faults import Fault, FaultyConnector
+
+from fastkv import Config, RequestError, StorageError, parse_config
+from fastkv.engine.llm import LLM, Generation
+from fastkv.storage import FileConnector
+from fastkv.worker import controller as controller_module
+from fastkv.worker import copy_engine, storage_access
+
+POLICIES = ["write_through", "write_through_selective", "write_back"]
+_rng = np.random.default_rng(17)
+SHARED = _rng.integers(0, TINY["vocab_size"], 20).tolist()
+# 5 conversations of 40 to 60 tokens, of which 20 are alike; 3 of them fit the device at once
+PROMPTS = [SHARED + _rng.integers(0, TINY["vocab_size"], 20 + 5 * i).tolist() for i in range(5)]
+ROUNDS = [PROMPTS[:3], PROMPTS[3:], PROMPTS[:2], PROMPTS]
+SMALL = {"num_device_blocks": 26, "num_host_blocks": 80, "block_size": 4}
+
+
+def small(policy: str = "write_through", store: Path | None = None, **cache: Any) -> Config:
+    storage = {} if store is None else {"storage": {"path": str(store), "max_bytes": "64MiB", "segment_bytes": "1MiB"}}
+    options = {**SMALL, "write_policy": policy, "write_through_threshold": 1, **cache}
+    return tiny_config(cache=options, scheduler={"max_batch_size": 3, "max_batch_tokens": 32}, **storage)
+
+
+def run_rounds(llm: LLM, rounds: list[list[list[int]]] = ROUNDS) -> tuple[list[list[int]], list[Generation]]:
+    """Several generate calls on one engine; all token ids, and the generations."""
+    generations = [llm.generate(prompts, max_tokens=6) for prompts in rounds]
+    llm.manager.check_integrity()
+    return [output.token_ids for one in generations for output in one.outputs], generations
+
+
+def moved(generations: list[Generation], name: str) -> int:
+    return sum(getattr(one.report.moved, name) for one in generations)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    """Token ids of an unbounded cache, by quantisation type."""
+    found = {}
+    for quant_type in ("none", "block_wise_fp8", "int8"):
+        config = tiny_config(cache={"num_device_blocks": 2000, "block_size": 4, "kv_cache_quant_type": quant_type})
+        with LLM(config) as llm:
+            found[quant_type] = run_rounds(llm)[0]
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("quant_type", ["none", "block_wise_fp8", "int8"])
+def test_small_device_with_host_and_disk_gives_the_text_of_an_unbounded_cache(
+    expected: dict[str, list[list[int]]], tmp_path: Path, policy: str, quant_type: str
+) -> None:
+    config = small(policy, tmp_path, kv_cache_quant_type=quant_type)
+    with LLM(config) as llm:
+        tokens, generations = run_rounds(llm)
+        assert llm.manager.stats().held == 0
+        assert llm.manager.stats().evicted_blocks > 0
+    assert tokens == expected[quant_type]
+    for name in ("offloaded_blocks", "loaded_blocks", "stored_blocks"):
+        assert moved(generations, name) > 0, name
+    assert moved(generations, "failed_transfers") == 0
+    assert generations[-1].report.prefix_hit_tokens > sum(len(SHARED) // 4 * 4 for _ in PROMPTS[1:])
+    assert generations[0].report.to_dict()["write_policy"] == policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_smaller_than_the_working_set_gives_the_same_text_with_storage_below(
+    expected: dict[str, list[list[int]]], tmp_path: Path, policy: str
+) -> None:
+    with LLM(small(policy, tmp_path, num_host_blocks=9)) as llm:
+        tokens, generations = run_rounds(llm)
+    assert tokens == expected["none"]
+    if policy != "write_through_selective":  # which stores little of what is found once
+        assert moved(generations, "fetched_blocks") > 0
+    counters = generations[-1].report.storage_counters
+    assert counters["put_stored"] > 0
+    assert counters["put_stored"] + counters.get("put_exists", 0) == moved(generations, "stored_blocks")
+    assert counters.get("get_hit", 0) == moved(generations, "fetched_blocks")
+
+
+def test_worker_process_moves_blocks_as_the_inline_worker_does(
+    expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    with LLM(small("write_back", tmp_path), "process") as llm:
+        tokens, generations = run_rounds(llm)
+    assert tokens == expected["none"]
+    assert moved(generations, "loaded_blocks") > 0
+
+
+def test_mla_latents_and_mtp_layers_move_too(tmp_path: Path) -> None:
+    data = kind_data("mla", cache={"block_size": 4, "num_device_blocks": 600}, speculation={"num_layers": 1})
+    with LLM(parse_config(data)) as llm:
+        wanted, _ = run_rounds(llm)
+    data["cache"] |= {"num_device_blocks": 26, "num_host_blocks": 60}
+    with LLM(parse_config(data)) as llm:
+        tokens, generations = run_rounds(llm)
+    assert tokens == wanted
+    assert moved(generations, "loaded_blocks") > 0
+
+
+def test_warm_start_finds_the_prefixes_of_the_engine_before(
+    expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    with LLM(small(store=tmp_path)) as llm:
+        first, _ = run_rounds(llm, [PROMPTS])
+    with LLM(small("write_back", tmp_path)) as llm:
+        second, generations = run_rounds(llm, [PROMPTS])
+    report = generations[0].report
+    assert second == first == expected["none"][-5:]
+    assert report.moved.fetched_blocks > 0
+    # every whole block but the one that must be computed is found
+    assert report.prefix_hit_tokens == sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
+    with LLM(small(store=tmp_path, kv_cache_quant_type="block_wise_fp8")) as llm:
+        other, generations = run_rounds(llm, [PROMPTS])
+    assert generations[0].report.moved.fetched_blocks == 0  # foreign bytes are not found at all
+    assert other == expected["block_wise_fp8"][-5:]
+
+
+def test_stale_after_update_every_level_misses(expected: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    """Kind "stale after update", through the engine."""
+    prompt = [PROMPTS[0]]
+    with LLM(small(store=tmp_path)) as llm:
+        run_rounds(llm, [prompt])
+        assert run_rounds(llm, [prompt])[1][0].report.prefix_hit_tokens > 0
+        llm.set_weights_version("2")
+        tokens, generations = run_rounds(llm, [prompt, prompt])
+        assert [one.report.prefix_hit_tokens > 0 for one in generations] == [False, True]
+        assert tokens[0] == expected["none"][-5]
+        with pytest.raises(RequestError, match="non-empty"):
+            llm.set_weights_version("")
+    with LLM(small(store=tmp_path)) as llm:  # the weights of the file again: what they computed is still there
+        assert run_rounds(llm, [prompt])[1][0].report.moved.fetched_blocks > 0
+
+
+@pytest.mark.parametrize("release_host", [False, True])
+def test_sleep_and_wake_keep_the_text(expected: dict[str, list[list[int]]], tmp_path: Path, release_host: bool) -> None:
+    """Kind "scales" through the engine: int8 needs its static scales after waking."""
+    with LLM(small(kv_cache_quant_type="int8")) as llm:
+        first, _ = run_rounds(llm, ROUNDS[:2])
+        llm.sleep(release_host=release_host)
+        with pytest.raises(Exception, match="asleep"):
+            llm.generate(PROMPTS[:1], max_tokens=1)
+        llm.wake()
+        second, generations = run_rounds(llm, ROUNDS[2:])
+    assert first + second == expected["int8"]
+    in_batch = len(SHARED)  # the second prompt finds these anyway
+    assert (generations[0].report.prefix_hit_tokens > in_batch) is not release_host
+
+
+def test_two_engines_on_one_store_the_second_is_refused_clearly(tmp_path: Path) -> None:
+    with LLM(small(store=tmp_path)), pytest.raises(StorageError, match="open for writing by process"):
+        LLM(small(store=tmp_path))
+    with LLM(small(store=tmp_path)) as llm:  # nothing was left behind
+        run_rounds(llm, [PROMPTS[:1]])
+
+
+# -- faults -------------------------------------------------------------------------------------------------------
+
+
+def faulty_copies(monkeypatch: pytest.MonkeyPatch, at: int, what: str) -> list[FaultyCopier]:
+    made: list[FaultyCopier] = []
+    real = controller_module.RecordCopier
+
+    def make(*args: Any) -> FaultyCopier:
+        made.append(FaultyCopier(real(*args), at, what))
+        return made[-1]
+
+    monkeypatch.setattr(controller_module, "RecordCopier", make)
+    monkeypatch.setattr(copy_engine, "_LAYER_PIECE_BYTES", 1)  # a copy a layer, so that a load can fail in its middle
+    return made
+
+
+def faulty_storage(monkeypatch: pytest.MonkeyPatch, fault: Fault, at: int) -> list[FaultyConnector]:
+    made: list[FaultyConnector] = []
+    real: Callable[..., FileConnector] = storage_access.open_connector  # type: ignore[assignment]
+
+    def open_faulty(*args: Any) -> FaultyConnector:
+        made.append(FaultyConnector(real(*args), fault, at, stall_s=0.1))
+        return made[-1]
+
+    monkeypatch.setattr(storage_access, "open_connector", open_faulty)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("write_through", "fail"), ("write_through_selective", "scribble"), ("write_back", "scribble")],
+)
+def test_copy_that_fails_at_every_call_changes_no_text(
+    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, policy: str, what: str
+) -> None:
+    """Kinds "failed load" and "leaks": the Nth copy of a scenario fails, for every N."""
+    places = [[0, 1, 2], [0, 1, 2], [3, 4], [0, 1]]
+    rounds = [[PROMPTS[i] for i in one] for one in places]
+    wanted = [expected["none"][-5:][i] for one in places for i in one]
+    with monkeypatch.context() as patch:
+        counting = faulty_copies(patch, -1, what)
+        with LLM(small(policy)) as llm:
+            run_rounds(llm, rounds)
+        num_calls = counting[0].calls
+    assert num_calls > 5
+    failed = 0
+    for nth in range(num_calls):
+        with monkeypatch.context() as patch:
+            faulty_copies(patch, nth, what)
+            with LLM(small(policy)) as llm:
+                tokens, generations = run_rounds(llm, rounds)
+                assert llm.manager.stats().held == 0
+                failed += moved(generations, "failed_transfers")
+        assert tokens == wanted, nth
+    assert failed >= num_calls - 3  # a scenario may take another turn after a failure, and end before its Nth copy
+
+
+def test_copy_that_stalls_past_its_deadline_discards_the_step_and_the_late_end_harms_nothing(
+    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = faulty_copies(monkeypatch, -1, "stall")
+    with LLM(small(transfer_timeout_s=0.2, num_device_blocks=40)) as llm:
+        run_rounds(llm, ROUNDS[:2])
+        made[0].at, made[0].calls = 0, 0  # the next copy, a load, stalls
+        start = time.monotonic()
+        generation = llm.generate(ROUNDS[2], max_tokens=6)
+        assert made[0].stalled.is_set()
+        assert time.monotonic() - start < 20
+        assert [output.token_ids for output in generation.outputs] == expected["none"][5:7]
+        assert generation.report.moved.failed_transfers == 0  # not yet: the manager waits longer than the worker
+        made[0].resume.set()
+        tokens, _ = run_rounds(llm, ROUNDS[3:])
+        assert tokens == expected["none"][7:]
+        assert llm.manager.stats().held == 0
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_storage_that_fails_at_every_call_changes_no_text(
+    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Fault
+) -> None:
+    """A backend that is slow, full, broken or corrupts costs misses and counters, never an error to a request."""
+    rounds, wanted = [PROMPTS[:3], PROMPTS[3:], PROMPTS[:2]], expected["none"][:7]
+    nth = 0
+    while True:
+        with monkeypatch.context() as patch:
+            made = faulty_storage(patch, fault, nth)
+            with LLM(small("write_through", tmp_path / f"{fault.value}-{nth}", num_host_blocks=9)) as llm:
+                tokens, _ = run_rounds(llm, rounds)
+        assert tokens == wanted, nth
+        if not made[0].trigger.has_come:
+            break
+        assert made[0].counters().get(f"injected_{fault.value}", 1) == 1
+        nth += 1 if nth < 3 else 4
+    assert nth > 3

@@ -126,6 +126,11 @@ py::object bind_manager(py::module_& module) {
              self.look_at_the_clock();
              self.unpin(pin);
            })
+      .def("evict",
+           [](PyManager& self, int64_t num_blocks) {
+             self.look_at_the_clock();
+             return self.evict(num_blocks);
+           })
       .def("_resize", &Manager::resize)
       .def("reset", &Manager::reset)
       .def("_invalidate", &Manager::invalidate)

@@ -96,6 +96,8 @@ class Manager {
   // Forget all copies at a level, none of which is held; returns how many those were.
   int64_t forget_level(Level level);
 
+  // Forget up to num_blocks blocks, as the policy orders them; returns how many there were.
+  int64_t evict(int64_t num_blocks);
   // Device blocks from now on. Returns how many blocks past that are still in use and drain.
   int64_t resize(int64_t num_blocks, bool drain);
   void reset();

@@ -6,6 +6,14 @@
 
 namespace fastkv::core {
 
+int64_t Manager::evict(int64_t num_blocks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (num_blocks < 0) throw RequestFault("cannot evict " + std::to_string(num_blocks) + " blocks; ask for 0 or more");
+  const int64_t count = std::min(num_blocks, index_.num_evictable(kDevice));
+  index_.evict(kDevice, count);
+  return count;
+}
+
 int64_t Manager::resize(int64_t num_blocks, bool drain) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (num_blocks < 1 || num_blocks > INT32_MAX)

@@ -375,6 +375,16 @@ class CacheManager(core.Manager):
     def unpin(self, pin: int) -> None:
         """Give back a pin, once. reset and set_weights_version give back all pins."""
 
+    @_native
+    def evict(self, num_blocks: int) -> int:
+        """Forget up to num_blocks evictable device blocks, in the policy's order.
+
+        allocate evicts by itself; this is for whoever wants blocks free ahead of time.
+
+        Returns:
+            How many were forgotten.
+        """
+
     def resize(self, num_device_blocks: int, *, drain: bool = False) -> int:
         """Change the number of device blocks while in use, or set it when it was unknown.
 

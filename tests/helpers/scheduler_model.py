@@ -169,13 +169,16 @@ class SchedulerModel:
         """Check ids that the manager handed out, and follow."""
         assert len(ids) == count
         while len(self.free()) < count:
-            victim = self.victim(self.evictable())
-            if victim.probation and victim.priority == 0:
-                self.ghosts = [*self.ghosts, victim.name()][-self.ghost_capacity :]
-            self.blocks.remove(victim)
-            self.evicted += 1
+            self.evict_one()
         assert set(ids) <= self.free(), f"{ids} are not among the free blocks {self.free()}"
         self.requests[request_id].own += ids
+
+    def evict_one(self) -> None:
+        victim = self.victim(self.evictable())
+        if victim.probation and victim.priority == 0:
+            self.ghosts = [*self.ghosts, victim.name()][-self.ghost_capacity :]
+        self.blocks.remove(victim)
+        self.evicted += 1
 
     def publish(self, request_id: str, computed: int) -> int:
         request = self.requests[request_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import resource
 import threading
 
 import numpy as np
@@ -445,3 +446,23 @@ def test_accounting_under_load_from_several_threads(admit):
     assert not errors
     manager.check_integrity()
     assert (manager.stats().held, manager.stats().open_requests) == (0, 0)
+
+
+def test_rebuild_ten_times_leaves_memory_flat(admit):
+    """Managers with a pool of 100,000 blocks come and go; the process does not grow."""
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+
+    def build_and_drop() -> None:
+        manager = CacheManager(100_000, 16, record_events=True)
+        admit(manager, "one", np.arange(400_000, dtype=np.int32))
+        manager.take_events()
+        manager.release("one")
+
+    build_and_drop()
+    before = resident_bytes()
+    for _ in range(10):
+        build_and_drop()
+    assert resident_bytes() - before < 20 << 20

@@ -204,6 +204,18 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.unpin(pin)
             self.model.unpin(pin)
 
+    @rule(num_blocks=st.integers(-1, 3))
+    def evict(self, num_blocks: int) -> None:
+        self.model_tick()
+        if num_blocks < 0:
+            with pytest.raises(RequestError, match="-1 blocks"):
+                self.manager.evict(num_blocks)
+            return
+        for _ in range(self.manager.evict(num_blocks)):
+            self.model.evict_one()
+            num_blocks -= 1
+        assert not num_blocks or not self.model.evictable()
+
     @rule(num_blocks=st.integers(1, 14), drain=st.booleans())
     def resize(self, num_blocks: int, drain: bool) -> None:
         stuck = self.model.held_from(num_blocks)

@@ -1,7 +1,8 @@
 """StorageAccess: one rank's way to storage. Which namespace, which backend, how long a batch may take.
 
 Made from the config by `open_storage`, handed to the CacheController, used by its CopyEngine. Host records go to and
-from the backend in place; a backend that is slow, full or broken gives outcomes and counters, never an error.
+from the backend in place; a backend that is slow, full or broken gives outcomes and counters, never an error. Imports
+no paddle: the engine's side reads the settings here, and must not load Paddle before its environment is set.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from fastkv.config import Config, StorageConfig
 from fastkv.core.dtype import ScaleKind
@@ -22,8 +26,8 @@ from fastkv.storage.namespace import Scalar, digest_scales
 from fastkv.storage.ticket import StorageTicket, finished
 from fastkv.storage.write_behind import StorageWorker, StorageWorkerConfig
 from fastkv.worker.static_scales import load_static_scales
-from fastkv.worker.tensors import ByteArray
 
+ByteArray = npt.NDArray[np.uint8]
 AnyStorageTicket: TypeAlias = "StorageTicket[PutOutcome] | StorageTicket[GetOutcome]"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +167,14 @@ def test_two_engines_on_one_store_the_second_is_refused_clearly(tmp_path: Path) 
         LLM(small(store=tmp_path))
     with LLM(small(store=tmp_path)) as llm:  # nothing was left behind
         run_rounds(llm, [PROMPTS[:1]])
+
+
+def test_levels_import_without_paddle() -> None:
+    """The engine's process sets the environment before Paddle is loaded; importing its levels must not load it."""
+    code = "import sys; sys.modules['paddle'] = None; import fastkv.engine.levels, fastkv.engine.llm"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # -- faults -------------------------------------------------------------------------------------------------------

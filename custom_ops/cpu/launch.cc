@@ -21,6 +21,9 @@ namespace {
 
 // Below this many elements, waking threads costs more than it saves.
 constexpr int64_t kParallelElements = 1 << 14;
+// Likewise of multiply-adds of attention, some 30 to 60 us on one core. A sleeping thread is there in 10 us on an idle
+// machine, but a busy machine takes milliseconds, and a decode step has a call for every layer.
+constexpr double kParallelProducts = 1 << 19;
 
 thread_local ThreadScratch thread_scratch;
 
@@ -161,7 +164,7 @@ struct WorkList {
   std::vector<AttendTask> pieces;
   std::vector<Merge> merges;
   int64_t longest = 0;    // rows of the largest tile
-  int64_t positions = 0;  // that all tiles read, for the decision whether to use threads
+  double products = 0.0;  // of queries and positions, for the decision whether to use threads
   int64_t partial_floats = 0;
 };
 
@@ -195,9 +198,9 @@ WorkList list_work(const AttentionParams& p, int64_t tile_rows) {
     return static_cast<double>(t.row_end - t.row_begin) * static_cast<double>(t.pos_end - t.pos_begin);
   };
   for (const AttendTask& tile : tiles) total += size_of(tile);
+  work.products = total;
   for (const AttendTask& tile : tiles) {
     const int64_t rows = tile.row_end - tile.row_begin, positions = tile.pos_end - tile.pos_begin;
-    work.positions += positions;
     work.longest = std::max(work.longest, rows);
     int64_t count = static_cast<int64_t>(size_of(tile) / total * kWantedPieces);
     if (rows <= kFewRows) count = std::max(count, (positions + kMaxPiece - 1) / kMaxPiece);
@@ -254,9 +257,9 @@ Status append_attention(const AttentionParams& params) {
   const std::unique_ptr<int64_t[]> positions = token_positions(batch);
   if (positions == nullptr) return out_of_memory();
   const int64_t scratch_floats = table.attend_scratch(params, work.longest);
-  const int64_t elements = work.positions * (params.key.dim + params.out.dim);
   const int64_t num_pieces = static_cast<int64_t>(work.pieces.size());
-  const int wanted = elements < kParallelElements ? 1 : omp_get_max_threads();
+  const double elements = work.products * static_cast<double>(params.key.dim + params.out.dim);
+  const int wanted = elements < kParallelProducts ? 1 : omp_get_max_threads();
   const int threads = static_cast<int>(std::min<int64_t>(wanted, std::max<int64_t>(num_pieces, 1)));
   float* scratch = thread_scratch.floats(scratch_floats * threads + work.partial_floats);
   if (scratch == nullptr) return out_of_memory();

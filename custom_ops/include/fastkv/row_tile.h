@@ -190,7 +190,7 @@ class RowTile {
     }
     std::memset(s_.out, 0, static_cast<size_t>(tile_.rows * s_.dv) * sizeof(float));
     if (direct_) plan_finish();
-    weight_unit_ = direct_ && values_.is_tiny() ? 96 - largest_value_scale() : 0;
+    if (direct_ && values_.is_tiny()) weight_unit_ = static_cast<int>(smaller(96 - largest_value_scale(), 126));
     if (direct_) return;
     keys_ = values_ = row_kernels_of<Float32Lanes>(0.0f, 0);
     s_.q = s_.natural;
@@ -381,14 +381,17 @@ class RowTile {
   void finish(int64_t row) const {
     float* out = s_.out + row * s_.dv;
     if (!direct_) return tile_.finish(row, out, s_.maximum[row], s_.sum[row]);
-    const double total = s_.sum[row], ones = values_.carry_bits != 0 ? total : 0.0;
-    const double unit = std::ldexp(1.0, values_.unit - weight_unit_);
+    const double total = s_.sum[row], unit = std::ldexp(1.0, values_.unit - weight_unit_);
     float* natural = s_.result + kLanes;  // with a place before it, for the first channel's left neighbour
     natural[-1] = 0.0f;
     for (int64_t i = 0; i < tile_.value.dim; ++i) natural[i] = out[s_.value_order[i]];
-    for (int64_t i = tile_.value.dim - 1; i >= 0; --i) {
-      const double sum = (natural[i] - ones) - (natural[i - 1] - ones) * s_.value_carry[i];
-      natural[i] = static_cast<float>((sum * unit - s_.value_offset[i] * total) * s_.value_factor[i]);
+    if (values_.carry_bits != 0) {  // not otherwise: nothing times an infinite neighbour is not nothing
+      for (int64_t i = tile_.value.dim - 1; i >= 0; --i) {
+        natural[i] = static_cast<float>((natural[i] - total) - (natural[i - 1] - total) * s_.value_carry[i]);
+      }
+    }
+    for (int64_t i = 0; i < tile_.value.dim; ++i) {
+      natural[i] = static_cast<float>((natural[i] * unit - s_.value_offset[i] * total) * s_.value_factor[i]);
     }
     tile_.finish(row, natural, s_.maximum[row], s_.sum[row]);
   }
@@ -398,7 +401,7 @@ class RowTile {
   RowScales key_scales_, value_scales_;
   RowKernels keys_, values_;
   bool direct_ = false;
-  int weight_unit_ = 0;  // weights are multiplied by 2^weight_unit_
+  int weight_unit_ = 0;  // weights are multiplied by 2^weight_unit_, against tiny lanes
 };
 
 }  // namespace fastkv::FASTKV_ISA

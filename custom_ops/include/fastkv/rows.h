@@ -94,7 +94,11 @@ static bool score_rows(const RowsJob& job) {
   NanWatch<L::kHasNanCode> nan;
   for (int64_t c = 0; c < job.count; c += T) {
     const char* keys[T];
-    for (int t = 0; t < T; ++t) keys[t] = job.keys[c + t < job.count ? c + t : job.count - 1];
+    const char* ahead[T];  // a line of these for every line of the keys
+    for (int t = 0; t < T; ++t) {
+      keys[t] = job.keys[c + t < job.count ? c + t : job.count - 1];
+      ahead[t] = c + t < job.ahead.count ? job.ahead.rows[c + t] : keys[t];
+    }
     F8 sums[8];
     for (int i = 0; i < 8; ++i) sums[i] = splat(0.0f);
     const float* q = job.q;
@@ -109,24 +113,45 @@ static bool score_rows(const RowsJob& job) {
         }
       });
       for (int t = 0; t < T; ++t) nan.template look<L>(keys[t] + g * L::kBytes);
+      if ((g * L::kBytes & 63) == 0) {
+        for (int t = 0; t < T; ++t) fetch(ahead[t] + g * L::kBytes);
+      }
     }
     store8(job.scores + c / T * kLanes, sum_each(sums));
-    for (int t = 0; t < T && c + t < job.ahead.count; ++t) {
-      for (int64_t line = 0; line < job.ahead.lines; ++line) fetch(job.ahead.rows[c + t] + line * 64);
-    }
   }
   return nan.seen();
 }
 
+/// What one part of add_rows fetches: lines [begin, end) of the rows whose index & mask is phase. So each line is
+/// fetched once, and fetches are as evenly spread over the work as they can be: a burst would fill the miss buffers and
+/// hold up the loads behind it.
+struct FetchPart {
+  int64_t begin;
+  int64_t end;
+  int64_t mask;
+  int64_t phase;
+};
+
+static inline FetchPart fetch_part(int64_t lines, int64_t parts, int64_t part) {
+  if (lines == 0) return {0, 0, 0, 0};
+  if (lines >= parts) {
+    const int64_t each = (lines + parts - 1) / parts;
+    return {part * each, smaller((part + 1) * each, lines), 0, 0};
+  }
+  int64_t share = 1;  // parts that share a line
+  while (2 * share * lines <= parts) share *= 2;
+  const int64_t line = part / share;
+  return {line, line < lines ? line + 1 : line, share - 1, part % share};
+}
+
 /// J vectors of R rows, from vector V0 of the group that starts at byte `at` of each row.
 template <typename L, int R, int J, int V0>
-static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, int64_t line, int64_t end_line) {
+static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, const FetchPart& part) {
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode && V0 == 0> nan;
   F8 sums[R][J];
   for (int r = 0; r < R; ++r) {
-    const F8 shrink = splat(job.shrink[r]);
-    for (int j = 0; j < J; ++j) sums[r][j] = load8(job.out + r * job.out_stride + (vec + j) * kLanes) * shrink;
+    for (int j = 0; j < J; ++j) sums[r][j] = splat(0.0f);
   }
   const auto add = [&](int64_t c, const float* weights) {
     const char* row = job.values[c] + at;
@@ -142,18 +167,24 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
     }
   };
   const float* weights = job.scores;
+  const int64_t fetched = part.begin < part.end ? job.ahead.count : 0;
   int64_t c = 0;
   for (; c + T <= job.count; c += T, weights += kLanes) {
-    for (int t = 0; t < T; ++t) add(c + t, weights + t);
-    if (line < end_line) {
-      for (int t = 0; t < T && c + t < job.ahead.count; ++t) {
-        for (int64_t i = line; i < end_line; ++i) fetch(job.ahead.rows[c + t] + i * 64);
+    for (int t = 0; t < T; ++t) {
+      add(c + t, weights + t);
+      if (c + t < fetched && ((c + t) & part.mask) == part.phase) {
+        for (int64_t line = part.begin; line < part.end; ++line) fetch(job.ahead.rows[c + t] + line * 64);
       }
     }
   }
   for (int t = 0; c + t < job.count; ++t) add(c + t, weights + t);
+  // summing a chunk by itself first also keeps rounding errors from growing with the context
   for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < J; ++j) store8(job.out + r * job.out_stride + (vec + j) * kLanes, sums[r][j]);
+    const F8 shrink = splat(job.shrink[r]);
+    for (int j = 0; j < J; ++j) {
+      float* out = job.out + r * job.out_stride + (vec + j) * kLanes;
+      store8(out, load8(out) * shrink + sums[r][j]);
+    }
   }
   return nan.seen();
 }
@@ -165,24 +196,16 @@ static bool add_rows(const RowsJob& job) {
   constexpr int kSpan = J > L::kVecs ? J : L::kVecs;
   constexpr int kRest = J < L::kVecs ? J : L::kVecs;
   const int64_t parts = (job.value_vecs + J - 1) / J;
-  const int64_t lines = parts == 0 ? 0 : (job.ahead.lines + parts - 1) / parts;  // to fetch in each part
   bool nan = false;
-  int64_t vec = 0, line = 0;
-  const auto next_lines = [&] {
-    line += lines;
-    return smaller(line, job.ahead.lines);
-  };
+  int64_t vec = 0, part = 0;
+  const auto next = [&] { return fetch_part(job.ahead.lines, parts, part++); };
   for (; vec + kSpan <= job.value_vecs; vec += kSpan) {
-    unrolled<0, kSpan / J>([&](auto part) {
-      const int64_t from = line;
-      nan |= add_part<L, R, J, part * J>(job, vec / L::kVecs * L::kBytes, vec + part * J, from, next_lines());
-    });
+    unrolled<0, kSpan / J>(
+        [&](auto i) { nan |= add_part<L, R, J, i * J>(job, vec / L::kVecs * L::kBytes, vec + i * J, next()); });
   }
   for (; vec < job.value_vecs; vec += L::kVecs) {
-    unrolled<0, L::kVecs / kRest>([&](auto part) {
-      const int64_t from = line;
-      nan |=
-          add_part<L, R, kRest, part * kRest>(job, vec / L::kVecs * L::kBytes, vec + part * kRest, from, next_lines());
+    unrolled<0, L::kVecs / kRest>([&](auto i) {
+      nan |= add_part<L, R, kRest, i * kRest>(job, vec / L::kVecs * L::kBytes, vec + i * kRest, next());
     });
   }
   return nan;

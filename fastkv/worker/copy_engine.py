@@ -34,7 +34,9 @@ from fastkv.worker.tensors import ByteArray
 from fastkv.worker.ticket import Ticket
 
 _PIECE_BYTES = 4 << 20  # of a copy that others may have to wait for: about half a millisecond
-_LAYER_PIECE_BYTES = 512 << 10  # layers smaller than this land together
+_LAYER_PIECE_BYTES = (
+    4 << 20
+)  # layers of a load that are smaller land together; each piece costs a meeting of all threads
 _STORAGE_TICK_S = 0.002  # how late the end of a storage batch behind an unfinished one may be noticed
 
 

@@ -157,9 +157,8 @@ def measure_moves(name: str, floor: AttentionFloor, budget_s: float) -> list[Row
     slots = paddle.to_tensor((written[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1))
     blocks = rng.permutation(num_blocks)[: 2 * MOVED_BLOCKS].reshape(2, -1)
     source, target = (paddle.to_tensor(ids.copy()) for ids in blocks)
-    k = random_rows(
-        [MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], "bfloat16" if name not in MODEL_DTYPES else layers.dtype
-    )
+    dtype = layers.dtype if name in MODEL_DTYPES else "bfloat16"
+    k = random_rows([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], dtype)
     stored = layers.bytes_read // (4 * MOVED_TOKENS) * MOVED_TOKENS
     elements = 2 * MOVED_TOKENS * GQA.kv_heads * GQA.head_dim
     moved_bytes = 2 * MOVED_BLOCKS * layers.bytes_read // num_blocks

@@ -110,11 +110,13 @@ static inline RowScales expand_scales(const CacheView& cache, int64_t head, floa
 /// Calls body(block, offset, count, done) for each run of positions [begin, end) inside one block.
 template <typename Body>
 static FASTKV_INLINE void each_run(const Tile& tile, int64_t begin, int64_t end, Body&& body) {
+  if (begin >= end) return;
   const int64_t block_size = tile.p.key.block_size;
-  for (int64_t pos = begin; pos < end;) {
-    const int64_t offset = pos % block_size;
+  const int32_t* block = tile.blocks + begin / block_size;  // the only division: they are slow, and blocks may be short
+  int64_t offset = begin % block_size;
+  for (int64_t pos = begin; pos < end; ++block, offset = 0) {
     const int64_t count = smaller(block_size - offset, end - pos);
-    body(static_cast<int64_t>(tile.blocks[pos / block_size]), offset, count, pos - begin);
+    body(static_cast<int64_t>(*block), offset, count, pos - begin);
     pos += count;
   }
 }

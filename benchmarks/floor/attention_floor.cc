@@ -9,9 +9,7 @@
 
 namespace {
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 /// This thread's part of `bytes`, whole pages.
 void part(int64_t bytes, int64_t* begin, int64_t* end) {

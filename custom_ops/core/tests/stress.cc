@@ -4,8 +4,8 @@
 //
 // Requests draw their tokens from a few prefixes, so that they share, duplicate and evict each other's blocks. Every
 // block of a request's own is marked with an owner while the request has it, so that handing a block out twice is found
-// at once; check() recomputes every invariant now and then, and at the end nothing may be held. A failure prints and
-// exits with 1.
+// at once; copies between levels begin at any time and end in any order, some of them failed. check() recomputes every
+// invariant now and then, and at the end nothing may be held. A failure prints and exits with 1.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +21,7 @@ namespace {
 using namespace fastkv::core;
 
 constexpr int32_t kBlocks = 96;
+constexpr int32_t kHostBlocks = 40;
 constexpr int64_t kBlockSize = 4;
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -57,6 +58,7 @@ class Client {
       if (i % 29 == 0) (void)manager_.take_events(i % 3 == 0);
     }
     leave();
+    while (!copies_.empty()) end_copy();
   }
 
  private:
@@ -66,7 +68,7 @@ class Client {
     if (!open_) return enter();
     Row<BlockId> ids;
     int64_t left = 0;
-    switch (draw(10)) {
+    switch (draw(13)) {
       case 0:
       case 1:
         if (manager_.try_allocate(name_, draw(5), ids, &left)) keep(ids);
@@ -76,7 +78,8 @@ class Client {
         if (!manager_.try_allocate(name_, needed, ids, &left)) return leave();
         keep(ids);
         owners_.give(own_);  // publish may free blocks or share them
-        manager_.publish(name_, manager_.num_tokens(name_));
+        if (draw(4) == 0) load();
+        publish();
         break;
       }
       case 3: {
@@ -107,9 +110,51 @@ class Client {
         manager_.with_table(name_, [](const BlockId*, int64_t) { return 0; });
         manager_.compute_digests(name_, -1);
         break;
+      case 9:
+        begin_copy();
+        break;
+      case 10:
+      case 11:
+        end_copy();
+        break;
       default:
         leave();
     }
+  }
+
+  void publish() {
+    try {
+      manager_.publish(name_, manager_.num_tokens(name_));
+    } catch (const RequestFault&) {  // a load is writing its blocks: later
+    }
+  }
+
+  void begin_copy() {
+    BegunTransfer begun;
+    const int kind = draw(3);
+    if (kind == 0) begun = manager_.begin_offload(name_, draw(3));
+    if (kind == 1) begun = manager_.begin_write_back(1 + draw(8));
+    if (kind == 2) begun = manager_.begin_fetch(name_, manager_.cached_blocks(name_), 1 + draw(8));
+    if (begun.id) copies_.push_back(begun.id);
+  }
+
+  // What match found on the host, into the request's own blocks.
+  void load() {
+    try {
+      const BegunTransfer begun = manager_.begin_load(name_);
+      if (begun.id) copies_.push_back(begun.id);
+    } catch (const RequestFault&) {  // too few blocks, or a load is under way
+    }
+  }
+
+  void end_copy() {
+    if (copies_.empty()) return;
+    std::swap(copies_[static_cast<size_t>(draw(static_cast<int>(copies_.size())))], copies_.back());
+    const int64_t id = copies_.back();
+    copies_.pop_back();
+    (void)manager_.transfer_digests(id);
+    const BegunTransfer store = manager_.end_transfer(id, draw(3) ? 1000 : draw(3), draw(2) == 0);
+    if (store.id) copies_.push_back(store.id);
   }
 
   void enter() {
@@ -164,6 +209,7 @@ class Client {
   const std::string name_;
   std::mt19937 random_;
   std::vector<BlockId> own_;
+  std::vector<int64_t> copies_;
   bool open_ = false;
 };
 
@@ -187,6 +233,7 @@ int main(int argc, char** argv) {
   const auto seed = static_cast<uint32_t>(argc > 3 ? std::atoi(argv[3]) : 1);
   ManagerOptions options;
   options.num_device_blocks = kBlocks;
+  options.num_host_blocks = kHostBlocks;
   options.block_size = kBlockSize;
   options.policy = policy_of(argc > 4 ? argv[4] : "lru");
   options.max_pinned_blocks = kBlocks / 4;
@@ -211,7 +258,8 @@ int main(int argc, char** argv) {
   operating.join();
   manager.check();
   const LevelCounts counts = manager.counts(kDevice);
-  if (counts.held != 0 || manager.num_open() != 0) fail(std::to_string(counts.held) + " blocks are still held");
+  const int64_t held = counts.held + manager.counts(kHost).held + manager.num_transfers();
+  if (held != 0 || manager.num_open() != 0) fail(std::to_string(held) + " blocks or copies are still held");
   std::printf("stress: %d threads x %lld calls, policy %s: no block handed out twice, nothing held\n", threads,
               static_cast<long long>(calls), argc > 4 ? argv[4] : "lru");
   return 0;

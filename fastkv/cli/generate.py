@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,4 +140,14 @@ def report_table(report: Report) -> Table:
         "cache memory",
         f"device {format_bytes(report.device_cache_bytes)}, host {format_bytes(report.host_cache_bytes)}",
     )
+    if moved := describe_moved(report):
+        table.add_row("blocks moved", moved)
+    if report.storage_error:
+        table.add_row("storage", report.storage_error)
     return table
+
+
+def describe_moved(report: Report) -> str:
+    """What moved between the levels, in words; "" when nothing did."""
+    counts = {name.replace("_", " "): count for name, count in asdict(report.moved).items() if count}
+    return ", ".join(f"{count:,} {name.removesuffix(' blocks')}" for name, count in counts.items())

@@ -21,8 +21,8 @@ QUESTIONS = [
     "What happens to a program when the data that it works on no longer fits its cache? Answer in a few words.",
 ]
 PROMPTS = [SHARED + question for question in QUESTIONS]
-ROUNDS = [*([prompt] * 2 for prompt in PROMPTS), PROMPTS]  # twice each, so that selective writing finds them
-NUM_TOKENS = 8
+# (prompts, tokens each): every prompt twice, so that selective writing finds its blocks; then all of them again
+ROUNDS = [*(([prompt] * 2, 1) for prompt in PROMPTS), (PROMPTS, 8)]
 
 
 def config(**changes: Any) -> Config:
@@ -40,7 +40,7 @@ def config(**changes: Any) -> Config:
 
 def texts(llm: LLM) -> tuple[list[str], dict[str, int]]:
     """What the rounds answer, and the blocks that moved."""
-    generations = [llm.generate(prompts, max_tokens=NUM_TOKENS) for prompts in ROUNDS]
+    generations = [llm.generate(prompts, max_tokens=num_tokens) for prompts, num_tokens in ROUNDS]
     llm.manager.check_integrity()
     moved: dict[str, int] = {}
     for generation in generations:
@@ -65,7 +65,7 @@ def test_smollm2_with_a_small_device_cache_gives_the_text_of_an_unbounded_one(
         assert llm.manager.stats().num_blocks == 12
         found, moved = texts(llm)
     assert found == expected
-    assert all(text.strip() for text in found)
+    assert all(text.strip() for text in found[-len(PROMPTS) :])  # they do answer
     assert moved["offloaded_blocks"] > 0
     assert moved["loaded_blocks"] > 0
     assert moved["stored_blocks"] > 0

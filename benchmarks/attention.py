@@ -6,7 +6,7 @@
     mla_decode_{type}_{context}        absorbed form: 16 heads, 512 + 64
     prefill_{type}_{tokens}            one prompt from nothing
     write_{type}                       quantise (from bfloat16) and scatter 2048 tokens
-    gather_{type}                      dequantise 2048 scattered tokens to float32
+    gather_{type}                      dequantise 2048 tokens of scattered blocks to float32, into given tensors
     copy_blocks_{type}                 copy 32 blocks
     speedup_{type}                     decode of 8 requests at 16k beside our own bfloat16; bound 1.0
     paddle_..., torch_...              the same shapes in Paddle and in torch, where a kernel exists and is installed
@@ -168,9 +168,11 @@ def measure_moves(name: str, floor: AttentionFloor, budget_s: float) -> list[Row
         cache = layers.take()
         return [timed(lambda: write_cache(k, k, cache, slots))]
 
+    out = tuple(paddle.zeros([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim]) for _ in range(2))
+
     def gather() -> list[float]:
         cache = layers.take()
-        return [timed(lambda: gather_cache(cache, slots))]
+        return [timed(lambda: gather_cache(cache, slots, out))]
 
     def copy() -> list[float]:
         cache = layers.take()

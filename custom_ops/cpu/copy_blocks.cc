@@ -1,10 +1,10 @@
 // Block copies inside tensors: bytes only, whatever they mean.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <new>
 
 #include "fastkv/launch.h"
+#include "stream_copy.h"
 
 namespace fastkv {
 
@@ -61,12 +61,17 @@ Status copy_blocks(const BlocksView* tensors, int64_t num_tensors, const int64_t
   int64_t bytes = 0;
   for (int64_t t = 0; t < num_tensors; ++t) bytes += tensors[t].block_bytes * num_copies;
   const int64_t pieces = num_tensors * num_copies;
-#pragma omp parallel for schedule(static) if (bytes >= kParallelBytes)
-  for (int64_t i = 0; i < pieces; ++i) {
-    const BlocksView& tensor = tensors[i / num_copies];
-    const int64_t copy = i % num_copies;
-    std::memcpy(tensor.data + dst_ids[copy] * tensor.block_bytes, tensor.data + src_ids[copy] * tensor.block_bytes,
-                static_cast<size_t>(tensor.block_bytes));
+  const CopyBytes copy = stream_copy();
+#pragma omp parallel if (bytes >= kParallelBytes)
+  {
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < pieces; ++i) {
+      const BlocksView& tensor = tensors[i / num_copies];
+      const int64_t pair = i % num_copies;
+      copy(tensor.data + dst_ids[pair] * tensor.block_bytes, tensor.data + src_ids[pair] * tensor.block_bytes,
+           tensor.block_bytes);
+    }
+    finish_stores();
   }
   return {};
 }

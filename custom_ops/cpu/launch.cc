@@ -14,6 +14,7 @@
 #include "checks.h"
 #include "fastkv/kernel_table.h"
 #include "scratch.h"
+#include "stream_copy.h"
 
 namespace fastkv {
 
@@ -71,6 +72,15 @@ class EncodeScales {
   int64_t dim_ = 0;
 };
 
+constexpr int64_t kLine = 64;
+
+void prefetch_lines(const char* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(data + i);
+}
+void prefetch_lines_to_write(const char* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(data + i, 1);
+}
+
 /// How rows of one tensor get into its cache.
 struct RowWriter {
   const KernelTable& table;
@@ -83,6 +93,10 @@ struct RowWriter {
     const int64_t block = slot / cache.block_size;
     const int64_t offset = slot % cache.block_size;
     char* dst = cache.row(block, head, offset);
+    if (head + 1 < rows.heads) {  // the same token's next head: its turn comes kWriteTokens rows later
+      prefetch_lines(rows.row(token, head + 1), rows.dim * dtype_bytes(rows.dtype));
+      prefetch_lines_to_write(dst + cache.head_bytes(), cache.row_bytes);
+    }
     const bool is_plain = cache.quant.storage == Storage::kNone;
     if (is_plain && rope == nullptr && rows.dtype == cache.dtype) {
       std::memcpy(dst, rows.row(token, head), static_cast<size_t>(cache.row_bytes));
@@ -233,6 +247,44 @@ void place_partials(const AttentionParams& p, WorkList* work, float* memory) {
   }
 }
 
+/// How rows of one tensor get out of its cache.
+struct Gatherer {
+  const CacheView& cache;
+  const EncodeScales& scales;
+  DecodeRows decode;
+  float* out;
+  CopyBytes stream;  // null: what is read soon, by few tokens' call, should stay in the CPU's caches
+
+  /// Reads slots[i] and those after it that lie beside it in its block, up to `end`; returns how many.
+  int64_t read_run(const int64_t* slots, int64_t i, int64_t end) const {
+    alignas(kLine) float staged[kMaxRowDim];
+    const int64_t block = slots[i] / cache.block_size, offset = slots[i] % cache.block_size;
+    const int64_t most = std::min({end - i, cache.block_size - offset, kMaxRowDim / cache.dim});
+    int64_t count = 1;
+    while (count < most && slots[i + count] == slots[i] + count) ++count;
+    const int64_t stride = cache.kv_heads * cache.dim;
+    for (int64_t head = 0; head < cache.kv_heads; ++head) {
+      float* to = out + i * stride + head * cache.dim;
+      const char* from = cache.row(block, head, offset);
+      if (head + 1 < cache.kv_heads) prefetch_lines(from + cache.head_bytes(), count * cache.row_bytes);
+      const float* token_scale = cache.token_scale(block, head, offset);
+      if (stream == nullptr) {
+        decode(from, cache.row_bytes, count, cache.dim, scales.of_head(head), token_scale, to, stride);
+        continue;
+      }
+      const bool is_float = cache.quant.storage == Storage::kNone && cache.dtype == ModelDtype::kFloat32;
+      if (!is_float)
+        decode(from, cache.row_bytes, count, cache.dim, scales.of_head(head), token_scale, staged, cache.dim);
+      const char* rows = is_float ? from : reinterpret_cast<const char*>(staged);
+      const int64_t bytes = cache.dim * static_cast<int64_t>(sizeof(float));
+      for (int64_t row = 0; row < count; ++row) {
+        stream(reinterpret_cast<char*>(to + row * stride), rows + row * bytes, bytes);
+      }
+    }
+    return count;
+  }
+};
+
 }  // namespace
 
 Status write_cache(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
@@ -299,16 +351,17 @@ Status gather_cache(const CacheView& cache, const int64_t* slots, int64_t num_sl
   if (!status.ok()) return status;
   EncodeScales scales;
   if (!scales.expand(cache)) return out_of_memory();
-  const DecodeRows decode = kernels().decoder(cache);
   const bool parallel = num_slots * cache.kv_heads * cache.dim >= kParallelElements;
-#pragma omp parallel for schedule(static) if (parallel)
-  for (int64_t i = 0; i < num_slots; ++i) {
-    const int64_t block = slots[i] / cache.block_size;
-    const int64_t offset = slots[i] % cache.block_size;
-    for (int64_t head = 0; head < cache.kv_heads; ++head) {
-      decode(cache.row(block, head, offset), cache.row_bytes, 1, cache.dim, scales.of_head(head),
-             cache.token_scale(block, head, offset), out + (i * cache.kv_heads + head) * cache.dim, cache.dim);
+  const Gatherer gatherer{cache, scales, kernels().decoder(cache), out, parallel ? stream_copy() : nullptr};
+  const int64_t groups = (num_slots + kWriteTokens - 1) / kWriteTokens;
+#pragma omp parallel if (parallel)
+  {
+#pragma omp for schedule(static) nowait
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t end = std::min((group + 1) * kWriteTokens, num_slots);
+      for (int64_t i = group * kWriteTokens; i < end;) i += gatherer.read_run(slots, i, end);
     }
+    finish_stores();
   }
   return {};
 }

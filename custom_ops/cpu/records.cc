@@ -1,13 +1,11 @@
 // Gather and scatter of block records on the CPU.
 //
-// Non-temporal stores throughout: what is moved is read again much later or by another core, and a plain store first
-// reads the line that it overwrites. Measured on two Zen cores, 4 KiB to 256 KiB pieces: 1.3 to 2 times memcpy, in both
-// directions. Chunks are handed out one by one, because a core that also runs a forward step is slower than the other.
+// Streaming copies throughout (stream_copy.h). Chunks are handed out one by one, because a core that also runs a
+// forward step is slower than the other.
 #include "fastkv/records.h"
 
 #include <atomic>
 #include <condition_variable>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -15,82 +13,19 @@
 #include <thread>
 #include <vector>
 
-#include "fastkv/launch.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "stream_copy.h"
 
 namespace fastkv {
 
 namespace {
 
 using ll = long long;
-using CopyBytes = void (*)(char* dst, const char* src, int64_t n);
 
 // Below this, waking a thread costs more than it saves.
 constexpr int64_t kParallelBytes = 256 << 10;
 // Work that a thread takes at a time.
 constexpr int64_t kChunkBytes = 128 << 10;
-constexpr int64_t kLine = 64;
 constexpr int kMaxThreads = 256;
-
-#if defined(__x86_64__)
-/// Bytes before dst's next line, at most n: partial lines are not streamed.
-int64_t head_bytes(const char* dst, int64_t n) {
-  const int64_t head = -reinterpret_cast<intptr_t>(dst) & (kLine - 1);
-  return head < n ? head : n;
-}
-
-void copy_stream_sse2(char* dst, const char* src, int64_t n) {
-  const int64_t head = head_bytes(dst, n);
-  std::memcpy(dst, src, static_cast<size_t>(head));
-  int64_t i = head;
-  for (; i + kLine <= n; i += kLine) {
-    const auto* from = reinterpret_cast<const __m128i*>(src + i);
-    auto* to = reinterpret_cast<__m128i*>(dst + i);
-    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a);
-    _mm_stream_si128(to + 1, b);
-    _mm_stream_si128(to + 2, c);
-    _mm_stream_si128(to + 3, d);
-  }
-  std::memcpy(dst + i, src + i, static_cast<size_t>(n - i));
-}
-
-__attribute__((target("avx2"))) void copy_stream_avx2(char* dst, const char* src, int64_t n) {
-  const int64_t head = head_bytes(dst, n);
-  std::memcpy(dst, src, static_cast<size_t>(head));
-  int64_t i = head;
-  for (; i + kLine <= n; i += kLine) {
-    const auto* from = reinterpret_cast<const __m256i*>(src + i);
-    auto* to = reinterpret_cast<__m256i*>(dst + i);
-    _mm_prefetch(src + i + 512, _MM_HINT_NTA);
-    const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
-    _mm256_stream_si256(to, a);
-    _mm256_stream_si256(to + 1, b);
-  }
-  std::memcpy(dst + i, src + i, static_cast<size_t>(n - i));
-}
-#else
-void copy_plain(char* dst, const char* src, int64_t n) { std::memcpy(dst, src, static_cast<size_t>(n)); }
-#endif
-
-CopyBytes best_copy() {
-#if defined(__x86_64__)
-  return current_isa() == Isa::kAvx2 ? copy_stream_avx2 : copy_stream_sse2;
-#else
-  return copy_plain;
-#endif
-}
-
-/// Makes streamed stores visible before the thread says that it is done.
-void finish_stores() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
 
 /// One copy_records call. Unit u is part u % num_parts of pair u / num_parts, so a record is written front to back.
 struct Job {
@@ -231,7 +166,7 @@ Status copy_records(CopyPool* pool, const RecordPart* parts, int64_t num_parts, 
     block_bytes += parts[part].bytes;
   }
   if (count == 0 || block_bytes == 0) return {};
-  Job job{parts, num_parts, records, device_ids, record_ids, count * num_parts, 1, direction, best_copy()};
+  Job job{parts, num_parts, records, device_ids, record_ids, count * num_parts, 1, direction, stream_copy()};
   const int64_t unit_bytes = block_bytes / num_parts;
   if (unit_bytes < kChunkBytes) job.chunk_units = kChunkBytes / (unit_bytes > 0 ? unit_bytes : 1);
   if (pool == nullptr || block_bytes * count < kParallelBytes)

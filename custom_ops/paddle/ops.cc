@@ -182,19 +182,40 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
   });
 }
 
-std::vector<Tensor> gather_cache(const Tensor& cache, const OptionalTensor& scale, const OptionalTensor& zero_point,
-                                 const Tensor& slots, const std::string& kv_cache_quant_type, const std::string& what) {
+/// Dequantises into out, which must be float32 [slots, kv_heads, dim]; allocates it first if it is null.
+std::vector<Tensor> gather(const Tensor& cache, const Tensor* scale, const Tensor* zero_point, const Tensor& slots,
+                           Tensor* out, const std::string& kv_cache_quant_type, const std::string& what) {
   return guarded([&]() -> std::vector<Tensor> {
     const CacheView view =
-        view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr, {maybe(scale), maybe(zero_point)});
+        view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr, {scale, zero_point});
     check_tensor(slots, "slots", 1, "int64 [n]");
     check_dtype(slots, "slots", phi::DataType::INT64);
     const int64_t count = slots.shape()[0];
-    Tensor out = paddle::empty({count, view.kv_heads, view.dim}, phi::DataType::FLOAT32, paddle::CPUPlace());
+    Tensor fresh;
+    if (out == nullptr) {
+      fresh = paddle::empty({count, view.kv_heads, view.dim}, phi::DataType::FLOAT32, paddle::CPUPlace());
+      out = &fresh;
+    } else {
+      check_tensor(*out, "out", 3, "float32 [n, kv_heads, dim]");
+      check_dtype(*out, "out", phi::DataType::FLOAT32);
+      check_shape(*out, "out", {count, view.kv_heads, view.dim}, "slots, kv_heads and row length of the cache");
+    }
     raise_if_refused(
-        fastkv::gather_cache(view, data_as<int64_t>(slots), count, const_cast<float*>(data_as<float>(out))));
-    return {out};
+        fastkv::gather_cache(view, data_as<int64_t>(slots), count, const_cast<float*>(data_as<float>(*out))));
+    if (fresh.defined()) return {fresh};
+    return {};
   });
+}
+
+std::vector<Tensor> gather_cache(const Tensor& cache, const OptionalTensor& scale, const OptionalTensor& zero_point,
+                                 const Tensor& slots, const std::string& kv_cache_quant_type, const std::string& what) {
+  return gather(cache, maybe(scale), maybe(zero_point), slots, nullptr, kv_cache_quant_type, what);
+}
+
+void gather_cache_into(const Tensor& cache, const OptionalTensor& scale, const OptionalTensor& zero_point,
+                       const Tensor& slots, Tensor& out, const std::string& kv_cache_quant_type,
+                       const std::string& what) {
+  gather(cache, maybe(scale), maybe(zero_point), slots, &out, kv_cache_quant_type, what);
 }
 
 std::vector<Dims> gather_cache_shape(const Dims& cache, const OptionalDims& scale, const OptionalDims& zero_point,
@@ -287,6 +308,13 @@ PD_BUILD_OP(fastkv_gather_cache)
     .SetKernelFn(PD_KERNEL(gather_cache))
     .SetInferShapeFn(PD_INFER_SHAPE(gather_cache_shape))
     .SetInferDtypeFn(float32_dtype);
+
+PD_BUILD_OP(fastkv_gather_cache_into)
+    .Inputs({"cache", paddle::Optional("scale"), paddle::Optional("zero_point"), "slots", "out"})
+    .Outputs({"out_out"})
+    .Attrs({"kv_cache_quant_type: std::string", "what: std::string"})
+    .SetInplaceMap({{"out", "out_out"}})
+    .SetKernelFn(PD_KERNEL(gather_cache_into));
 
 PD_BUILD_OP(fastkv_copy_blocks)
     .Inputs({paddle::Vec("tensors"), "src_ids", "dst_ids"})

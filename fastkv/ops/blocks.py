@@ -10,7 +10,7 @@ from paddle import Tensor
 from fastkv.errors import ConfigError
 from fastkv.ops._load import run_op
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_memory, check_tensor
+from fastkv.ops.checks import check_memory, check_tensor, describe
 
 
 def write_cache(k: Tensor, v: Tensor | None, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -38,29 +38,56 @@ def write_cache(k: Tensor, v: Tensor | None, cache: LayerCache, slot_mapping: Te
     run_op("fastkv_write_cache", k, v, *cache.op_inputs, slot_mapping, cache.storage.name)
 
 
-def gather_cache(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+def gather_cache(
+    cache: LayerCache, slots: Tensor, out: tuple[Tensor, Tensor | None] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Read rows back, dequantised.
 
     Args:
         cache: this layer's cache.
         slots: int64 [n], each in range (-1 is not).
+        out: where to, float32 tensors shaped as what is returned, written in place. Fresh ones otherwise, whose pages
+            the system has yet to hand out: for megabytes that takes longer than reading the cache.
 
     Returns:
         Keys float32 [n, kv_heads, head_dim] and values float32 [n, kv_heads, v_head_dim]; None for the values of a
         latent cache.
 
     Raises:
-        ConfigError: dtype, shape or contiguity of slots.
-        IndexError: a slot out of range.
+        ConfigError: dtype, shape or contiguity of slots or out.
+        IndexError: a slot out of range. Nothing has been written then.
     """
     check_tensor(slots, "slots", paddle.int64, 1, "int64 [n]")
     key, value, key_scale, value_scale, key_zero_point, value_zero_point = cache.op_inputs
+    key_out, value_out = _check_out(cache, slots, out) if out is not None else (None, None)
     name = cache.storage.name
     what = "latent" if cache.is_latent else "key"
-    keys = run_op("fastkv_gather_cache", key, key_scale, key_zero_point, slots, name, what)[0]
+    keys = _gather(key_out, key, key_scale, key_zero_point, slots, name, what)
     if value is None:
         return keys, None
-    return keys, run_op("fastkv_gather_cache", value, value_scale, value_zero_point, slots, name, "value")[0]
+    return keys, _gather(value_out, value, value_scale, value_zero_point, slots, name, "value")
+
+
+def _gather(out: Tensor | None, *args: object) -> Tensor:
+    if out is None:
+        return run_op("fastkv_gather_cache", *args)[0]
+    *tensors, name, what = args
+    run_op("fastkv_gather_cache_into", *tensors, out, name, what)
+    return out
+
+
+def _check_out(cache: LayerCache, slots: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Both are checked before either is written."""
+    if len(out) != 2 or (out[1] is None) != cache.is_latent:
+        raise ConfigError("out must be a pair: where keys go, and where values go (None for a latent cache)")
+    for tensor, source in zip(out, (cache.key, cache.value), strict=True):
+        if tensor is not None and source is not None:
+            dim = int(source.shape[3]) * cache.storage.elements_per_byte
+            expected = [int(slots.shape[0]), int(source.shape[1]), dim]
+            check_tensor(tensor, "out", paddle.float32, 3, f"float32 {expected}")
+            if list(tensor.shape) != expected:
+                raise ConfigError(f"out must be float32 {expected}, but is {describe(tensor)}")
+    return out
 
 
 def copy_blocks(tensors: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> None:

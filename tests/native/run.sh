@@ -15,7 +15,7 @@ if [ "$(uname -m)" = x86_64 ]; then
   avx2="attend_avx2 codec_avx2"
 fi
 objects=""
-for name in attend_portable codec_portable checks copy_blocks dispatch launch $avx2; do
+for name in attend_portable codec_portable checks copy_blocks dispatch launch stream_copy $avx2; do
   extra=""
   case $name in *_avx2) extra="-mavx2 -mfma -mf16c" ;; esac
   case $name in codec_*) extra="$extra -ffp-contract=off" ;; esac

@@ -71,6 +71,24 @@ def test_large_write_runs_in_parallel_and_equals_reference(rng: np.random.Genera
     np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(twin.key, slots))
 
 
+def test_gather_into_given_tensors_equals_reference(rng: np.random.Generator, isa: str) -> None:
+    """Small and large enough for threads and streamed stores; runs of neighbours, repeats, rows that fill no line."""
+    twin = make_twin(rng, "int8", blocks=40, block_size=16, kv_heads=3, dim=20, value_dim=12)
+    written = np.arange(640)
+    k, v = (model_rows(rng, (640, 3, dim), "float32") for dim in (20, 12))
+    write_cache(to_paddle(k), to_paddle(v), twin.layer, to_paddle(written))
+    ref.write_cache(k, v, twin.key, twin.value, written)
+    for count in (0, 1, 7, 900):
+        slots = rng.integers(0, 640, count)
+        slots[: count // 2] = np.arange(count // 2)
+        out = tuple(paddle.full([count, 3, dim], np.nan) for dim in (20, 12))
+        keys, values = gather_cache(twin.layer, to_paddle(slots), out)
+        assert keys is out[0]
+        assert values is out[1]
+        np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(twin.key, slots))
+        np.testing.assert_array_equal(values.numpy(), ref.gather_cache(twin.value, slots))
+
+
 def test_write_goes_into_the_tensor_that_was_given(rng: np.random.Generator) -> None:
     """In place means this memory: a view of a larger allocation sees the write, its neighbours don't change."""
     whole = paddle.zeros([3, 4, 2, 4, 8])

@@ -253,6 +253,19 @@ def test_gather_cache_refuses() -> None:
         gather_cache(layer, to_paddle(np.array([0], np.int32)))
 
 
+def test_gather_cache_into_wrong_tensors_refused_and_nothing_written() -> None:
+    layer = Call().twin.layer
+    slots = to_paddle(np.array([0, 1]))
+    shapes = [[2, *layer.key.shape[1::2]], [2, *layer.value.shape[1::2]]]
+    key_out, value_out = (paddle.zeros(shape) for shape in shapes)
+    with pytest.raises(ConfigError, match="out must be a pair"):
+        gather_cache(layer, slots, (key_out, None))
+    for wrong in (paddle.zeros([3, *shapes[1][1:]]), value_out.astype("float64"), value_out[0]):
+        with pytest.raises(ConfigError, match=r"out must be float32 \[2, "):
+            gather_cache(layer, slots, (key_out, wrong))
+    assert not key_out.numpy().any()
+
+
 COPY_REFUSALS = {
     "source past the end": ([6], [0], IndexError, r"src_ids\[0\] is block 6, but tensor 1 has blocks 0 to 5"),
     "destination past the end": ([0], [6], IndexError, r"dst_ids\[0\] is block 6, but tensor 1"),

@@ -9,7 +9,7 @@ a row are spread over the whole pool and visited in turn, so a large pool is as 
     acquire   look up a full hit that nobody holds                 floor: as match, and leave the LRU list
     release   give such a hit back                                 floor: enter the LRU list
     hit       open, acquire and release together                   floor: acquire + release
-    allocate  take free blocks                                     floor: pop ids
+    allocate  take free blocks into a row of a block table         floor: pop ids
     publish   make a prompt's blocks findable                      floor: hash, insert, copy the tokens
     admit     allocate and publish in a full pool, so evict too    floor: pop from the LRU list, erase, publish
     life      open, match a half-cached prompt, admit the rest,    floor: match, acquire, admit, release
@@ -22,7 +22,8 @@ a row are spread over the whole pool and visited in turn, so a large pool is as 
     bookkeeping_{block}_{pool}   bytes a block without its tokens
     peer_{who}_{what}_...        the same work in another engine, where it is installed
 
-Times of fastkv and of peers include the Python calls; the floor is timed inside C++. One process, one thread.
+Times of fastkv and of peers include the Python calls; the floor is timed inside C++. One process, one thread. Where a
+prompt's nodes lie in a row, match compares without hashing, which the floor does not: its ratio can pass 1.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ py::object bind_manager(py::module_& module) {
              const TokenView view(tokens);
              std::vector<Span> spans;
              for (const auto& [start, end] : images) spans.push_back({start, end});
-             self.open(id_of(id), view.data(), view.size(), extras_of(extras), std::move(spans), priority, ttl_s);
+             if (!self.open(id_of(id), view.data(), view.size(), extras_of(extras), std::move(spans), priority, ttl_s))
+               TokenView::refuse(tokens);
            })
       .def("reserve_drafts",
            [](PyManager& self, py::handle id, int64_t num_drafts) -> py::object {
@@ -153,11 +154,9 @@ py::object bind_manager(py::module_& module) {
              return write_row(self, id_of(id), reinterpret_cast<int32_t*>(address), room);
            })
       .def("_write_row",
-           [](PyManager& self, py::handle id, const py::array& out) {
-             if (!py::isinstance<py::array_t<int32_t>>(out) || out.ndim() != 1 || !(out.flags() & py::array::c_style) ||
-                 !out.writeable())
-               throw RequestFault("out_row must be a writable, contiguous, one-dimensional int32 array");
-             return write_row(self, id_of(id), static_cast<int32_t*>(const_cast<void*>(out.data())), out.size());
+           [](PyManager& self, py::handle id, py::handle out) {
+             const IdRow row(out);
+             return write_row(self, id_of(id), row.data(), row.size());
            })
       .def("_digests",
            [](PyManager& self, py::handle id, int64_t count) {

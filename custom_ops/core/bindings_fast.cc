@@ -122,8 +122,9 @@ PyObject* open(PyObject* self, Args args, Py_ssize_t count, PyObject* keywords) 
       const py::object method = py::handle(self).attr("_open_described");
       return PyObject_Call(method.ptr(), positional.ptr(), named.ptr());
     }
-    const TokenView view(args[1]);
-    manager.open(id_of(args[0]), view.data(), view.size(), {}, {}, 0, std::numeric_limits<double>::infinity());
+    const TokenView view(args[1], false, TokenView::kUnchecked);
+    if (!manager.open(id_of(args[0]), view.data(), view.size(), {}, {}, 0, std::numeric_limits<double>::infinity()))
+      TokenView::refuse(args[1]);
     return none();
   });
 }
@@ -143,10 +144,11 @@ PyObject* take(PyObject* self, Args args, Py_ssize_t count, bool raises) {
     need(count, 2);
     PyManager& manager = manager_of(self);
     manager.look_at_the_clock();
-    static thread_local Row<BlockId> ids;
+    PyObject* ids = nullptr;
     int64_t left = 0;
     const int64_t wanted = integer(args[1]);
-    if (manager.try_allocate(id_of(args[0]), wanted, ids, &left)) return new_ids(ids.data(), ids.size());
+    const auto copy = [&](const BlockId* table, int64_t first, int64_t added) { ids = new_ids(table + first, added); };
+    if (manager.try_allocate(id_of(args[0]), wanted, INT64_MAX, &left, copy)) return ids;
     if (raises) throw OutOfBlocksFault(wanted, left, manager.counts(kDevice).num_blocks, kDevice);
     return none();
   });
@@ -154,6 +156,20 @@ PyObject* take(PyObject* self, Args args, Py_ssize_t count, bool raises) {
 
 PyObject* allocate(PyObject* self, Args args, Py_ssize_t count) { return take(self, args, count, true); }
 PyObject* try_allocate(PyObject* self, Args args, Py_ssize_t count) { return take(self, args, count, false); }
+
+PyObject* try_allocate_into(PyObject* self, Args args, Py_ssize_t count) {
+  return guarded([&] {
+    need(count, 3);
+    PyManager& manager = manager_of(self);
+    manager.look_at_the_clock();
+    const IdRow row(args[2]);
+    int64_t left = 0;
+    const auto write = [&](const BlockId* table, int64_t first, int64_t added) {
+      std::memcpy(row.data() + first, table + first, static_cast<size_t>(added) * sizeof(BlockId));
+    };
+    return PyBool_FromLong(manager.try_allocate(id_of(args[0]), integer(args[1]), row.size(), &left, write));
+  });
+}
 
 PyObject* blocks_needed(PyObject* self, Args args, Py_ssize_t count) {
   return guarded([&] {
@@ -234,6 +250,7 @@ PyMethodDef methods[] = {
     {"match", erased(match), METH_FASTCALL, nullptr},
     {"allocate", erased(allocate), METH_FASTCALL, nullptr},
     {"try_allocate", erased(try_allocate), METH_FASTCALL, nullptr},
+    {"try_allocate_into", erased(try_allocate_into), METH_FASTCALL, nullptr},
     {"blocks_needed", erased(blocks_needed), METH_FASTCALL, nullptr},
     {"append", erased(append), METH_FASTCALL, nullptr},
     {"publish", erased(publish), METH_FASTCALL, nullptr},

@@ -54,6 +54,18 @@ class BlockPool {
       draining_.erase(id);
   }
 
+  // Take back ids that are handed out, the last one first, so that they are handed out in this order again.
+  void free(const BlockId* ids, int64_t count) {
+    if (tracked_ || !draining_.empty()) {
+      for (int64_t i = count - 1; i >= 0; --i) free(ids[i]);
+      return;
+    }
+    const int64_t before = stack_.size();
+    stack_.resize(before + count);
+    std::reverse_copy(ids, ids + count, stack_.data() + before);
+    num_used_ -= static_cast<int32_t>(count);
+  }
+
   // Change the number of ids. Ids >= num_blocks that are in use drain: each vanishes when it is freed.
   void resize(int32_t num_blocks) {
     const int32_t old = num_blocks_;

@@ -103,15 +103,15 @@ class EvictionOrder {
   // the one before.
   class Pusher {
    public:
-    explicit Pusher(EvictionOrder& order) : order_(order) {}
+    explicit Pusher(EvictionOrder& order) : order_(order), nodes_(order.nodes_.data()), level_(order.level_) {}
     ~Pusher() { flush(); }
 
     void push(NodeId id, Node& node) {
       const int index = order_.list_of(node);
       if (index != index_) open(index);
-      node.link[order_.level_] = {tail_, kNone};
-      node.list[order_.level_] = static_cast<uint8_t>(index);
-      (tail_ == kNone ? order_.lists_[index].head : order_.nodes_[tail_].link[order_.level_].next) = id;
+      node.link[level_] = {tail_, kNone};
+      node.list[level_] = static_cast<uint8_t>(index);
+      (tail_ == kNone ? order_.lists_[index].head : nodes_[tail_].link[level_].next) = id;
       tail_ = id;
       ++added_;
     }
@@ -133,6 +133,8 @@ class EvictionOrder {
     }
 
     EvictionOrder& order_;
+    Node* const nodes_;
+    const Level level_;
     int index_ = -1;
     NodeId tail_ = kNone;
     int64_t added_ = 0;

@@ -16,6 +16,16 @@ int64_t whole_images(const std::vector<Span>& images, int64_t blocks, int64_t bl
   return blocks;
 }
 
+// One pass: long prompts come from memory and go to memory. False if any token is negative.
+bool append_tokens(Row<int32_t>& row, const int32_t* tokens, int64_t count) {
+  const int64_t before = row.size();
+  row.resize(before + count);
+  int32_t* to = row.data() + before;
+  int32_t all = 0;
+  for (int64_t i = 0; i < count; ++i) all |= to[i] = tokens[i];
+  return all >= 0;
+}
+
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
@@ -40,7 +50,7 @@ void Manager::need_known_pool() const {
     throw RequestFault("the number of device blocks is not known yet; call resize(num_blocks) when it was profiled");
 }
 
-void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
+bool Manager::open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
                    std::vector<Span> images, int priority, double ttl_s) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (requests_.find(id))
@@ -54,13 +64,17 @@ void Manager::open(std::string_view id, const int32_t* tokens, int64_t num_token
                        std::to_string(EvictionOrder::kMaxPriority));
   if (!(ttl_s > 0)) throw RequestFault("ttl_s must be greater than 0");
   Request& request = requests_.add(id);
-  request.tokens.append(tokens, num_tokens);
+  if (!append_tokens(request.tokens, tokens, num_tokens)) {
+    requests_.erase(request);
+    return false;
+  }
   request.extras = std::move(extras);
   request.images = std::move(images);
   request.priority = static_cast<uint8_t>(priority);
   request.ttl_s = ttl_s;
   request.epoch = epoch_;
   if (priority > 0) uses_priorities_.store(true, std::memory_order_relaxed);
+  return true;
 }
 
 void Manager::match(std::string_view id, Match& found) {
@@ -96,26 +110,23 @@ void Manager::match(std::string_view id, Match& found) {
   request.counted_hits = hits;
 }
 
-bool Manager::take(Request& request, int64_t count, Row<BlockId>& ids) {
+bool Manager::take(Request& request, int64_t count) {
   need_known_pool();
   if (count > available()) return false;
   if (count > device_.num_free()) index_.evict(kDevice, count - device_.num_free());
   const int64_t before = request.table.size();
   request.table.resize(before + count);
   device_.allocate(static_cast<int32_t>(count), request.table.data() + before);
-  ids.clear();
-  ids.append(request.table.data() + before, count);
   return true;
 }
 
-bool Manager::try_allocate(std::string_view id, int64_t count, Row<BlockId>& ids, int64_t* left) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Request& request = get(id);
+void Manager::check_allocation(const Request& request, int64_t count, int64_t room) const {
   if (count < 0)
-    throw RequestFault("cannot allocate " + std::to_string(count) + " blocks for " + quoted(id) +
+    throw RequestFault("cannot allocate " + std::to_string(count) + " blocks for " + quoted(request.id) +
                        "; ask for 0 or more");
-  *left = available();
-  return take(request, count, ids);
+  if (request.num_blocks() + count > room)
+    throw RequestFault("out_row has " + std::to_string(room) + " places, " + quoted(request.id) + " would have " +
+                       std::to_string(request.num_blocks() + count) + " blocks");
 }
 
 int64_t Manager::blocks_needed(std::string_view id, int64_t num_tokens) {
@@ -178,7 +189,7 @@ void Manager::claim_known(Request& request, int64_t full) {
 void Manager::drop_blocks(Request& request) {
   // Blocks that a load is writing stay with the load.
   const int64_t own = request.load ? request.path.size() : request.shared;
-  for (int64_t block = request.num_blocks() - 1; block >= own; --block) device_.free(request.table[block]);
+  if (own < request.num_blocks()) device_.free(request.table.data() + own, request.num_blocks() - own);
   if (request.load) transfers_.at(request.load).request = nullptr;
   if (request.priority)
     index_.raise_priority(request.path.data(), request.shared, request.priority, now_s_ + request.ttl_s);
@@ -200,6 +211,7 @@ void Manager::preempt(std::string_view id) {
 void Manager::release(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
+  request.prefetch();
   drop_blocks(request);
   requests_.erase(request);
 }

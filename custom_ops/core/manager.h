@@ -58,11 +58,22 @@ class Manager {
  public:
   explicit Manager(const ManagerOptions& options);
 
-  void open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
+  // False, and nothing was opened: a token is negative.
+  bool open(std::string_view id, const int32_t* tokens, int64_t num_tokens, std::vector<Extra> extras,
             std::vector<Span> images, int priority, double ttl_s);
   void match(std::string_view id, Match& found);
-  // The new ids, appended to the table; false when fewer blocks are free or evictable: left, before the call.
-  bool try_allocate(std::string_view id, int64_t count, Row<BlockId>& ids, int64_t* left);
+  // Append count blocks to the table, which may have at most `room` blocks then, and call fn(table, first of them,
+  // count) under the lock. False when fewer blocks are free or evictable: left, before the call.
+  template <typename Fn>
+  bool try_allocate(std::string_view id, int64_t count, int64_t room, int64_t* left, Fn fn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Request& request = get(id);
+    check_allocation(request, count, room);
+    *left = available();
+    if (!take(request, count)) return false;
+    fn(request.table.data(), request.num_blocks() - count, count);
+    return true;
+  }
   int64_t blocks_needed(std::string_view id, int64_t num_tokens);
   void append(std::string_view id, const int32_t* tokens, int64_t num_tokens);
   int64_t publish(std::string_view id, int64_t num_computed_tokens);
@@ -141,7 +152,8 @@ class Manager {
   Request& get(std::string_view id);
   int64_t available() const;
   void need_known_pool() const;
-  bool take(Request& request, int64_t count, Row<BlockId>& ids);
+  void check_allocation(const Request& request, int64_t count, int64_t room) const;
+  bool take(Request& request, int64_t count);
   void claim_known(Request& request, int64_t full);
   void drop_blocks(Request& request);
   void drop_pin(NodeId end);

@@ -18,7 +18,11 @@ bool Manager::try_reserve(std::string_view id, int64_t num_drafts, Row<BlockId>&
                        "; ask for 0 or more");
   const int64_t size = options_.block_size;
   const int64_t blocks = (request.num_tokens() + num_drafts + size - 1) / size;
-  return take(request, std::max<int64_t>(0, blocks - request.num_blocks()), ids);
+  const int64_t before = request.num_blocks(), count = std::max<int64_t>(0, blocks - before);
+  if (!take(request, count)) return false;
+  ids.clear();
+  ids.append(request.table.data() + before, count);
+  return true;
 }
 
 int64_t Manager::confirm(std::string_view id, const int32_t* tokens, int64_t num_tokens) {
@@ -28,10 +32,8 @@ int64_t Manager::confirm(std::string_view id, const int32_t* tokens, int64_t num
   const int64_t size = options_.block_size;
   const int64_t keep = std::max(request.shared, (request.num_tokens() + size - 1) / size);
   const int64_t given_back = std::max<int64_t>(0, request.num_blocks() - keep);
-  for (int64_t i = 0; i < given_back; ++i) {
-    device_.free(request.table.back());
-    request.table.pop_back();
-  }
+  request.table.resize(request.num_blocks() - given_back);
+  device_.free(request.table.end(), given_back);
   return given_back;
 }
 
@@ -54,9 +56,8 @@ std::vector<BlockCopy> Manager::fork(std::string_view parent_id, std::string_vie
   index_.hold(child.path.data(), full);
   std::vector<BlockCopy> copies;
   if (partial) {
-    Row<BlockId> ids;
-    take(child, 1, ids);
-    copies.push_back({parent.table[full], ids[0]});
+    take(child, 1);
+    copies.push_back({parent.table[full], child.table[full]});
   }
   return copies;
 }

@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kAhead = 12;  // blocks between two stages of a pipeline; 8 to 24 measured the same
 constexpr int64_t kRing = 32;   // a power of two > 2 * kAhead
 
+// match: blocks in a row from where on it pays to look for the next one without its hash, and blocks that are hashed
+// together where it does not.
+constexpr int64_t kLongRun = 8;
+constexpr int64_t kSegment = 32;
+
 // Whether n tokens agree. Blocks are short and mostly agree, so one branch at the end beats memcmp's call and ladder.
 inline bool same_tokens(const int32_t* a, const int32_t* b, int64_t n) {
   int64_t i = 0;
@@ -88,21 +93,39 @@ inline void PrefixIndex::prefetch_row(NodeId id, bool write) const {
 
 void PrefixIndex::match(const Query& query, int64_t max_blocks, Row<NodeId>& path) {
   path.resize(max_blocks);
-  uint64_t hashes[kRing], chain = kHashRoot;
-  NodeId guesses[kRing], parent = kNone;
-  int64_t found = 0;
-  for (int64_t i = 0; i < max_blocks + 2 * kAhead; ++i) {
-    if (i < max_blocks) {
+  int64_t found = 0, segment = 1;
+  while (found < max_blocks) {
+    const int64_t to = std::min(max_blocks, found + segment);
+    found = match_by_hash(query, found, to, path.data());
+    if (found < to) break;
+    int64_t run;
+    do {
+      run = follow(query, max_blocks, found, path.data());
+      found += run;
+    } while (run >= kLongRun);
+    if (!may_continue(path[found - 1], run == 0)) break;
+    segment = found - to >= kLongRun ? 1 : std::max(kSegment, 2 * segment);
+  }
+  path.resize(found);
+}
+
+// Leading blocks of [from, to) that are findable, by hash; path ends before `from`. Returns where they end.
+int64_t PrefixIndex::match_by_hash(const Query& query, int64_t from, int64_t to, NodeId* path) const {
+  NodeId guesses[kRing], parent = from ? path[from - 1] : kNone;
+  uint64_t hashes[kRing], chain = from ? nodes_[parent].hash : kHashRoot;
+  int64_t found = from;
+  for (int64_t i = from; i < to + 2 * kAhead; ++i) {
+    if (i < to) {
       hashes[i % kRing] = chain = hash(chain, query, i);
       table_.prefetch(chain);
     }
     const int64_t guess = i - kAhead;
-    if (guess >= 0 && guess < max_blocks) {
+    if (guess >= from && guess < to) {
       const NodeId id = table_.candidate(hashes[guess % kRing]);
       guesses[guess % kRing] = id;
       if (id != kNone) prefetch_row(id, false);
     }
-    if (guess < kAhead) continue;
+    if (guess < from + kAhead) continue;
     NodeId id = guesses[found % kRing];
     if (id == kNone) break;
     if (!same(id, parent, query.tokens + found * block_size_, extra_of(query, found))) {
@@ -112,7 +135,31 @@ void PrefixIndex::match(const Query& query, int64_t max_blocks, Row<NodeId>& pat
     if (!nodes_[id].resident()) break;
     path[found++] = parent = id;
   }
-  path.resize(found);
+  return found;
+}
+
+// Leading blocks from `from` on that are found without hashing: the first child of the path's end, and on from there in
+// steps of the same size. Returns how many.
+int64_t PrefixIndex::follow(const Query& query, int64_t max_blocks, int64_t from, NodeId* path) const {
+  NodeId parent = path[from - 1], id = nodes_[parent].first_child;
+  if (id == kNone) return 0;
+  const NodeId step = id - parent;
+  for (NodeId ahead = 0; ahead < kAhead; ++ahead) prefetch_if_node(id + ahead * step);
+  int64_t i = from;
+  for (; i < max_blocks && is_node(id); ++i, id += step) {
+    if (i + kAhead < max_blocks) prefetch_if_node(id + kAhead * step);
+    const Node& node = nodes_[id];
+    if (!same(id, parent, query.tokens + i * block_size_, extra_of(query, i))) break;
+    if ((node.flags & (kInUse | kUnfindable)) != kInUse || !node.resident()) break;
+    path[i] = parent = id;
+  }
+  return i - from;
+}
+
+// Whether a block after the node may be findable; not_the_first: its first child is not the one.
+bool PrefixIndex::may_continue(NodeId id, bool not_the_first) const {
+  const NodeId child = nodes_[id].first_child;
+  return child != kNone && !(not_the_first && nodes_[child].next_sibling == kNone);
 }
 
 inline NodeId PrefixIndex::find(NodeId parent, uint64_t hash, const Query& query, int64_t block, size_t* empty) const {

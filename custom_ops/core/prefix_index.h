@@ -1,17 +1,17 @@
 // PrefixIndex: the tree of published blocks, found by content; holds; eviction per level.
 //
 // Layout: nodes_ (one cache line a node, see node.h), tokens_ (block_size int32 a node, at id * block_size), table_
-// (hash
-// -> node), extras_ (identity bytes of the few nodes that have any), one EvictionOrder a level. A fast hash proposes a
-// node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's KV.
+// (hash -> node), extras_ (identity bytes of the few nodes that have any), one EvictionOrder a level. A fast hash
+// proposes a node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's KV.
 //
-// match and publish run as software pipelines over a request's blocks, so that they wait for memory a few times a
-// request and not twice a block:
+// match follows the tree without hashing where it can: a node's first child, and on from there in steps of the same
+// size, because a prompt that was published at once mostly has node ids in a row; parent and tokens decide, and nodes
+// ahead are fetched by the step. Where that ends (a fork, or ids in no order) it hashes. Hashing and publish are
+// software pipelines over a request's blocks, so that they wait for memory a few times a request and not twice a block:
 //
-//     match      block i + 24: hash it, prefetch its table slot     publish   block i + 12: hash it, prefetch its slot
-//     and
-//                block i + 12: read the slot, prefetch the node               the node and tokens that it will write
-//                block i     : compare parent and tokens                      block i: find or insert
+//     by hash    block i + 24: hash it, fetch its table slot    publish    block i + 12: hash it, fetch its slot and
+//                block i + 12: read the slot, fetch the node                the node and tokens that it will write
+//                block i     : compare parent and tokens                   block i     : find or insert
 //
 // Cost: match, publish and evict O(1) a block expected; hold and unhold O(1) a block that changes between held and
 // unheld; everything else O(1), except invalidate, shrink and check: O(nodes).
@@ -186,6 +186,13 @@ class PrefixIndex {
   NodeId find(NodeId parent, uint64_t hash, const Query& query, int64_t block, size_t* empty) const;
   uint64_t hash(uint64_t parent, const Query& query, int64_t block) const;
   void prefetch_row(NodeId id, bool write) const;
+  bool is_node(NodeId id) const { return static_cast<uint32_t>(id) < static_cast<uint32_t>(fresh_node_); }
+  void prefetch_if_node(NodeId id) const {
+    if (is_node(id)) prefetch_row(id, false);
+  }
+  int64_t match_by_hash(const Query& query, int64_t from, int64_t to, NodeId* path) const;
+  int64_t follow(const Query& query, int64_t max_blocks, int64_t from, NodeId* path) const;
+  bool may_continue(NodeId id, bool not_the_first) const;
   NodeId insert(NodeId parent, uint64_t hash, const Query& query, int64_t block);
   void let_go(NodeId id);
   void lose_copy(NodeId id, Node& node, Level level);

@@ -70,6 +70,7 @@ void PrefixIndex::hold(const NodeId* path, int64_t count) {
 
 void PrefixIndex::unhold(const NodeId* path, int64_t count) {
   EvictionOrder::Pusher device(order_[kDevice]);
+  for (int64_t i = std::max<int64_t>(0, count - kAhead); i < count; ++i) __builtin_prefetch(&nodes_[path[i]], 1);
   for (int64_t i = count - 1; i >= 0; --i) {
     if (i >= kAhead) __builtin_prefetch(&nodes_[path[i - kAhead]], 1);
     Node& node = nodes_[path[i]];

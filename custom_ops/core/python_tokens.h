@@ -14,38 +14,65 @@ namespace fastkv::core {
 
 namespace py = pybind11;
 
+// given as a contiguous, one-dimensional NumPy array of native int32; nullptr if it is none.
+inline const py::detail::PyArray_Proxy* int32_row(py::handle given) {
+  using npy = py::detail::npy_api;
+  if (!npy::get().PyArray_Check_(given.ptr())) return nullptr;
+  const auto* array = py::detail::array_proxy(given.ptr());
+  const auto* type = py::detail::array_descriptor_proxy(array->descr);
+  const bool is_int32 = type->type_num == npy::NPY_INT_ || (sizeof(long) == 4 && type->type_num == npy::NPY_LONG_);
+  const bool is_row = array->nd == 1 && (array->flags & npy::NPY_ARRAY_C_CONTIGUOUS_);
+  return is_row && is_int32 && type->byteorder != '>' ? array : nullptr;
+}
+
+// A caller's row of block ids, to write into.
+class IdRow {
+ public:
+  explicit IdRow(py::handle given) : array_(int32_row(given)) {
+    if (!array_ || !(array_->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
+      throw RequestFault("out_row must be a writable, contiguous, one-dimensional int32 array");
+  }
+  int32_t* data() const { return reinterpret_cast<int32_t*>(array_->data); }
+  int64_t size() const { return array_->dimensions[0]; }
+
+ private:
+  const py::detail::PyArray_Proxy* array_;
+};
+
 class TokenView {
  public:
+  enum Check { kChecked, kUnchecked };  // kUnchecked: the caller looks for negative ids in an array, and refuses them
+
   // allow_one: a single int is a row of one token.
-  explicit TokenView(py::handle given, bool allow_one = false) {
-    if (from_array(given) || from_sequence(given, allow_one)) return;
-    keep_ = py::module_::import("fastkv.core.digest").attr("as_token_array")(given);
-    from_array(keep_);
+  explicit TokenView(py::handle given, bool allow_one = false, Check check = kChecked) {
+    if (from_array(given, check) || from_sequence(given, allow_one)) return;
+    keep_ = convert(given);
+    from_array(keep_, kUnchecked);
+  }
+
+  // Raise what is wrong with these ids; one of them is negative.
+  [[noreturn]] static void refuse(py::handle given) {
+    convert(given);
+    throw InvariantFault("token ids changed while they were read");
   }
 
   const int32_t* data() const { return data_; }
   int64_t size() const { return size_; }
 
  private:
-  // A contiguous row of native int32 whose ids are all >= 0.
-  bool from_array(py::handle given) {
-    const auto& api = py::detail::npy_api::get();
-    if (!api.PyArray_Check_(given.ptr())) return false;
-    const auto* array = py::detail::array_proxy(given.ptr());
-    const auto* type = py::detail::array_descriptor_proxy(array->descr);
-    if (array->nd != 1 || !(array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) || type->kind != 'i' ||
-        type->byteorder == '>' || !is_int32(type->type_num))
-      return false;
+  static py::object convert(py::handle given) {
+    return py::module_::import("fastkv.core.digest").attr("as_token_array")(given);
+  }
+
+  bool from_array(py::handle given, Check check) {
+    const auto* array = int32_row(given);
+    if (!array) return false;
     data_ = reinterpret_cast<const int32_t*>(array->data);
     size_ = array->dimensions[0];
+    if (check == kUnchecked) return true;
     int32_t all = 0;
     for (int64_t i = 0; i < size_; ++i) all |= data_[i];
     return all >= 0;
-  }
-
-  static bool is_int32(int type_num) {
-    return type_num == py::detail::npy_api::NPY_INT_ ||
-           (sizeof(long) == 4 && type_num == py::detail::npy_api::NPY_LONG_);
   }
 
   bool from_sequence(py::handle given, bool allow_one) {
@@ -83,6 +110,9 @@ class TokenView {
 
 // A request id; the view lives as long as the str.
 inline std::string_view id_of(py::handle given) {
+  if (PyUnicode_Check(given.ptr()) && PyUnicode_IS_COMPACT_ASCII(given.ptr()) && PyUnicode_GET_LENGTH(given.ptr()))
+    return {static_cast<const char*>(PyUnicode_DATA(given.ptr())),
+            static_cast<size_t>(PyUnicode_GET_LENGTH(given.ptr()))};
   Py_ssize_t size = 0;
   const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8AndSize(given.ptr(), &size) : nullptr;
   if (!text || !size) {

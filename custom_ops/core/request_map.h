@@ -6,11 +6,12 @@
 // expected. Memory is that of the largest number of requests that were open at once.
 #pragma once
 
-#include <functional>
+#include <cstring>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "hash.h"
 #include "hash_table.h"
 #include "request.h"
 #include "row.h"
@@ -59,9 +60,21 @@ class RequestMap {
 
  private:
   static constexpr int64_t kChunk = 64;
+  static constexpr uint64_t kSecret = 0xd6e8feb86659fd93ull;
 
-  // The table takes its home slots from the upper half of a hash.
-  static uint64_t hash(std::string_view id) { return std::hash<std::string_view>()(id) * 0x9e3779b97f4a7c15ull; }
+  // The last words may overlap; ids of a batch mostly differ in a few characters.
+  static uint64_t hash(std::string_view id) {
+    const char* at = id.data();
+    const size_t size = id.size();
+    if (size < 8) {
+      uint64_t word = 0;
+      std::memcpy(&word, at, size);
+      return mix(word ^ kHashRoot, size ^ kSecret);
+    }
+    uint64_t hash = size ^ kSecret;
+    for (size_t i = 0; i + 8 < size; i += 8) hash = mix(hash ^ load64(at + i), kHashRoot);
+    return mix(hash ^ load64(at + size - 8), kHashRoot ^ size);
+  }
   Request& at(NodeId place) { return chunks_[static_cast<size_t>(place / kChunk)][place % kChunk]; }
 
   void grow() {

@@ -224,6 +224,23 @@ class CacheManager(core.Manager):
         """allocate, with None instead of OutOfBlocksError."""
 
     @_native
+    def try_allocate_into(self, request_id: str, num_blocks: int, out_row: BlockIds) -> bool:
+        """try_allocate straight into the caller's block table, without an array of its own.
+
+        Args:
+            request_id: an open request.
+            num_blocks: how many.
+            out_row: the request's row, writable contiguous int32 [max_blocks]; the new ids are written to the places
+                that they take in the table, and the rest of the row is left alone.
+
+        Returns:
+            False when fewer blocks are free or evictable; nothing was evicted or written then.
+
+        Raises:
+            RequestError: as allocate, or out_row is no such row or too short; nothing was changed.
+        """
+
+    @_native
     def blocks_needed(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks the request needs so that its first num_tokens tokens have a place; never negative."""
 

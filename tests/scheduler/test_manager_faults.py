@@ -225,6 +225,26 @@ def test_allocate_zero_gives_none_and_negative_is_refused(manager):
     assert manager.stats().free == 4
 
 
+def test_try_allocate_into_refuses_a_row_that_does_not_fit_and_changes_nothing(manager):
+    manager.open("one", list(range(20)))
+    manager.allocate("one", 2)
+    read_only = np.zeros(8, dtype=np.int32)
+    read_only.flags.writeable = False
+    free = manager.stats().free
+    for bad in (
+        np.zeros(3, dtype=np.int32),
+        np.zeros(8, dtype=np.int64),
+        np.zeros(16, dtype=np.int32)[::2],
+        read_only,
+        [0] * 8,
+    ):
+        with pytest.raises(RequestError, match="out_row"):
+            manager.try_allocate_into("one", 2, bad)
+    assert manager.block_table("one").size == 2
+    assert manager.stats().free == free
+    manager.check_integrity()
+
+
 def test_write_block_table_pads_the_row_and_refuses_a_short_one(manager):
     manager.open("one", EIGHT)
     ids = manager.allocate("one", 2).tolist()

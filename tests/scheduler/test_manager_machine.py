@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from helpers.scheduler_events import EventFollower
 from helpers.scheduler_model import ModelRequest, SchedulerModel
@@ -89,8 +90,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert found.device_blocks.tolist() == request.table
         assert found.num_tokens == found.num_device_tokens == request.computed < len(request.tokens)
 
-    @rule(request_id=REQUEST_IDS, count=st.integers(-1, 9))
-    def allocate(self, request_id: str, count: int) -> None:
+    @rule(request_id=REQUEST_IDS, count=st.integers(-1, 9), into_row=st.booleans())
+    def allocate(self, request_id: str, count: int, into_row: bool) -> None:
         if self.unknown(request_id, lambda: self.manager.allocate(request_id, count)):
             return
         self.model_tick()
@@ -99,8 +100,15 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.allocate(request_id, count)
         elif count > self.model.available():
             assert self.manager.try_allocate(request_id, count) is None
+            assert not self.manager.try_allocate_into(request_id, count, np.empty(40, dtype=np.int32))
             with pytest.raises(OutOfBlocksError):
                 self.manager.allocate(request_id, count)
+        elif into_row:
+            row = np.full(40, -7, dtype=np.int32)
+            before = len(self.model.requests[request_id].table)
+            assert self.manager.try_allocate_into(request_id, count, row)
+            self.model.allocate(request_id, count, row[before : before + count].tolist())
+            assert (np.delete(row, range(before, before + count)) == -7).all()
         else:
             self.model.allocate(request_id, count, self.manager.allocate(request_id, count).tolist())
 

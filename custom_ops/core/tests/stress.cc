@@ -64,18 +64,24 @@ class Client {
  private:
   int draw(int below) { return static_cast<int>(random_() % static_cast<uint32_t>(below)); }
 
+  bool allocate(int64_t count, Row<BlockId>& ids) {
+    int64_t left = 0;
+    return manager_.try_allocate(
+        name_, count, INT64_MAX, &left,
+        [&](const BlockId* table, int64_t first, int64_t added) { ids.append(table + first, added); });
+  }
+
   void step() {
     if (!open_) return enter();
     Row<BlockId> ids;
-    int64_t left = 0;
     switch (draw(13)) {
       case 0:
       case 1:
-        if (manager_.try_allocate(name_, draw(5), ids, &left)) keep(ids);
+        if (allocate(draw(5), ids)) keep(ids);
         break;
       case 2: {
         const int64_t needed = manager_.blocks_needed(name_, manager_.num_tokens(name_));
-        if (!manager_.try_allocate(name_, needed, ids, &left)) return leave();
+        if (!allocate(needed, ids)) return leave();
         keep(ids);
         owners_.give(own_);  // publish may free blocks or share them
         if (draw(4) == 0) load();

@@ -2,7 +2,8 @@
 //
 // Layout: nodes_ (one cache line a node, see node.h), tokens_ (block_size int32 a node, at id * block_size), table_
 // (hash -> node), extras_ (identity bytes of the few nodes that have any), one EvictionOrder a level. A fast hash
-// proposes a node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's KV.
+// proposes a node; its parent, tokens and identity bytes decide, so a collision costs time and never another prompt's
+// KV.
 //
 // match follows the tree without hashing where it can: a node's first child, and on from there in steps of the same
 // size, because a prompt that was published at once mostly has node ids in a row; parent and tokens decide, and nodes

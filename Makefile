@@ -3,7 +3,7 @@
 #   make demo             text from a real model over fastkv's caches
 #   make test             all tests
 #   make lint             formatter, linter, type checker
-#   make sanitize         native scheduler core under AddressSanitizer, UBSan and ThreadSanitizer
+#   make sanitize         native code under AddressSanitizer and UBSan, the scheduler's core under ThreadSanitizer too
 #   make bench            every benchmark, quick sizes (also: bench-scheduler, bench-attention, bench-tiers, ...)
 #   make clean            remove what was built; make distclean also removes .venv
 
@@ -58,6 +58,7 @@ format: setup
 
 sanitize:
 	@sh custom_ops/core/tests/sanitize.sh
+	@sh tests/native/run.sh
 
 # One line of flags for every benchmark: make bench-scheduler BENCH="--quick --json"
 BENCH ?= --quick

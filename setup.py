@@ -33,6 +33,9 @@ COMMON_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wa
 # the kernels compare and select, and want that vectorised; nothing reads the floating-point exception flags
 KERNEL_FLAGS = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+# GCC's own header leaves lanes undefined on purpose, and warns of it
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": [*AVX2_FLAGS, *AVX512_FLAGS]}  # of sources named *_avx2.cc, *_avx512.cc
 
 
 class BuildError(SystemExit):
@@ -69,13 +72,19 @@ def find_compiler() -> str:
     raise BuildError("error: fastkv needs a C++17 compiler and found none: install g++ (or set CXX), then try again")
 
 
+def instruction_set(source: Path) -> str | None:
+    """The instruction set that a source is compiled for and needs flags for; None for any CPU."""
+    suffix = source.stem.rpartition("_")[2]
+    return suffix if suffix in ISA_FLAGS else None
+
+
 class PaddleOps(Extension):
     """The custom ops. Framework-free kernels compile fast; only custom_ops/paddle includes Paddle's headers."""
 
     def __init__(self) -> None:
         kernels = sorted((ROOT / OPS / "cpu").glob("*.cc"))
         bindings = sorted((ROOT / OPS / "paddle").glob("*.cc"))
-        chosen = [path for path in kernels if IS_X86 or not path.stem.endswith("_avx2")] + bindings
+        chosen = [path for path in kernels if IS_X86 or instruction_set(path) is None] + bindings
         super().__init__("fastkv._paddle_ops", [str(path.relative_to(ROOT)) for path in chosen])
         self.dependencies = sorted(p for part in ("include", "cpu", "paddle") for p in (ROOT / OPS / part).rglob("*.h"))
 
@@ -96,9 +105,8 @@ class PaddleOps(Extension):
             ]
         flags += KERNEL_FLAGS
         if IS_X86:
-            flags.append("-DFASTKV_HAVE_AVX2")
-        if source.stem.endswith("_avx2"):
-            flags += AVX2_FLAGS
+            flags.append("-DFASTKV_HAVE_X86")
+        flags += ISA_FLAGS.get(instruction_set(source) or "", [])
         if source.stem.startswith("codec_"):
             flags.append("-ffp-contract=off")  # codes must be those of NumPy, bit for bit
         if source.stem == "dispatch":

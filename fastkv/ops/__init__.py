@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastkv.ops._load import force_isa, load_ops
+    from fastkv.ops._load import force_isa, load_ops, supported_isas
     from fastkv.ops.attention import append_attention, mla_append_attention
     from fastkv.ops.batch import AttentionBatch, Rope
     from fastkv.ops.blocks import copy_blocks, gather_cache, write_cache
@@ -27,6 +27,7 @@ _HOME = {
     "gather_cache": "blocks",
     "load_ops": "_load",
     "mla_append_attention": "attention",
+    "supported_isas": "_load",
     "write_cache": "blocks",
 }
 
@@ -41,6 +42,7 @@ __all__ = [
     "gather_cache",
     "load_ops",
     "mla_append_attention",
+    "supported_isas",
     "write_cache",
 ]
 

@@ -81,7 +81,7 @@ def load_ops() -> ctypes.CDLL:
                 loaded = ctypes.CDLL(str(library))
             except (OSError, RuntimeError) as error:
                 raise ConfigError(f"{library} cannot be loaded ({error}); {_REBUILD}") from error
-            loaded.fastkv_isa.restype = ctypes.c_char_p
+            loaded.fastkv_isa_name.restype = ctypes.c_char_p
             _library = loaded
     return _library
 
@@ -105,8 +105,15 @@ def run_op(name: str, *args: Any) -> list[Any]:
 
 
 def current_isa() -> str:
-    """Instruction set that the kernels run with: "portable", "avx2" or "avx2_normal"."""
-    return str(load_ops().fastkv_isa().decode())
+    """Instruction set that the kernels run with; see force_isa."""
+    library = load_ops()
+    return _isa_names(library)[library.fastkv_isa()]
+
+
+def supported_isas() -> list[str]:
+    """Instruction sets that this build has kernels for and that this CPU and system run, the plainest first."""
+    library = load_ops()
+    return [name for code, name in enumerate(_isa_names(library)) if library.fastkv_has_isa(code)]
 
 
 def force_isa(name: str) -> None:
@@ -115,16 +122,28 @@ def force_isa(name: str) -> None:
 
     Args:
         name: "portable"; "avx2", with AVX2, FMA and F16C; "avx2_normal", the same without subnormal operands, which are
-            slow on other CPUs than AMD's; or "best".
+            slow on other CPUs than AMD's; "avx512", with AVX-512 F, BW, VL and DQ; or "best".
 
     Raises:
-        ConfigError: unknown, or not available in this build or on this CPU.
+        ConfigError: unknown, or not available in this build, on this CPU or under this system.
     """
-    codes = {"best": -1, "portable": 0, "avx2": 1, "avx2_normal": 2}
-    if name not in codes:
-        raise ConfigError(f"unknown instruction set {name!r}; allowed: {', '.join(codes)}")
-    if not load_ops().fastkv_force_isa(codes[name]):
-        raise ConfigError(f"instruction set {name} is not available in this build or on this CPU; use 'best'")
+    library = load_ops()
+    names = _isa_names(library)
+    if name not in ("best", *names):
+        raise ConfigError(f"unknown instruction set {name!r}; allowed: best, {', '.join(names)}")
+    if not library.fastkv_force_isa(-1 if name == "best" else names.index(name)):
+        raise ConfigError(
+            f"instruction set {name} is not available in this build or on this CPU; use 'best', "
+            f"or one of: {', '.join(supported_isas())}"
+        )
+
+
+def _isa_names(library: ctypes.CDLL) -> list[str]:
+    """All that the kernels know, by their codes."""
+    names: list[str] = []
+    while (name := library.fastkv_isa_name(len(names))) is not None:
+        names.append(name.decode())
+    return names
 
 
 def _own_words(error: Exception) -> str:

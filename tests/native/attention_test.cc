@@ -1,6 +1,7 @@
 // The kernels without Paddle, for sanitizers: random shapes of every storage type and instruction set, in buffers of
 // exactly the size that they need, against attention computed in double from what gather_cache reads back. Caches start
 // as NaN bytes, so that anything read beyond a request's positions shows. Run by run.sh.
+//   attention_test [rounds] [instruction set: only this one]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -282,21 +283,78 @@ void run(const Case& c) {
   compare(problem, key, value.get(), q, out, sinks, p.softmax_scale);
 }
 
+/// Codes, scales and decoded values of an instruction set are those of the portable one, bit for bit. Rows have
+/// numbers of all sizes, NaN and infinity; lengths that no vector divides are among them.
+void compare_codes(Isa isa, Storage storage, ModelDtype dtype) {
+  for (const int64_t dim : {2, 24, 70, 128, 136}) {
+    const int64_t tokens = 40, heads = 3, block_size = 16, blocks = 4;
+    Rows rows(tokens, heads, dim, dtype);
+    for (size_t i = 0; i < rows.values.size() && dtype == ModelDtype::kFloat32; ++i) {
+      float x = std::ldexp(rows.values[i], static_cast<int>(pick({-160, -20, -3, 0, 0, 0, 2, 30, 130})));
+      if (pick({0, 0, 0, 0, 0, 0, 0, 1}) == 1) x = i % 2 == 0 ? std::nanf("") : HUGE_VALF;
+      std::memcpy(&rows.bytes[i * 4], &x, 4);
+    }
+    Cache own(storage, dtype, blocks, heads, block_size, dim), portable = own;
+    portable.view.data = portable.bytes.data();  // scales may stay shared: they are only read
+    if (!own.token_scale.empty()) portable.view.quant.token_scale = portable.token_scale.data();
+    std::vector<int64_t> slots(static_cast<size_t>(tokens));
+    for (size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<int64_t>(i) + block_size / 2;
+    force_isa(Isa::kPortable);
+    Status status = write_cache(rows.view, {}, portable.view, {}, slots.data(), tokens);
+    const std::vector<float> expected = portable.read(slots);
+    force_isa(isa);
+    if (status.ok()) status = write_cache(rows.view, {}, own.view, {}, slots.data(), tokens);
+    const std::vector<float> got = own.read(slots);
+    const auto differ = [](const std::vector<float>& a, const std::vector<float>& b) {
+      for (size_t i = 0; i < a.size(); ++i) {
+        const bool both_nan = a[i] != a[i] && b[i] != b[i];  // whatever their sign
+        if (!both_nan && std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return true;
+      }
+      return false;
+    };
+    const char* what = !status.ok()                                    ? status.message
+                       : own.bytes != portable.bytes                   ? "codes differ"
+                       : differ(own.token_scale, portable.token_scale) ? "scales differ"
+                       : differ(got, expected)                         ? "decoded values differ"
+                                                                       : nullptr;
+    if (what == nullptr) continue;
+    std::printf("FAILED codec of %s, %s, dim %d with %s: %s\n", storage_row(storage).name, dtype_name(dtype),
+                static_cast<int>(dim), isa_name(isa), what);
+    std::exit(1);
+  }
+}
+
+/// The cases of one round with the instruction set in use.
+int run_cases() {
+  int done = 0;
+  for (const ModelDtype dtype : {ModelDtype::kFloat32, ModelDtype::kFloat16, ModelDtype::kBFloat16}) {
+    for (int storage = 0; storage < kStorageCount; ++storage, ++done)
+      run(Case(static_cast<Storage>(storage), dtype, false));
+    for (const Storage storage : {Storage::kNone, Storage::kFloat8E4M3}) run(Case(storage, dtype, true)), ++done;
+  }
+  return done;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 4;
-  int done = 0;
-  for (const Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx2Normal}) {
-    if (!force_isa(isa)) continue;
-    for (int round = 0; round < rounds; ++round) {
-      for (const ModelDtype dtype : {ModelDtype::kFloat32, ModelDtype::kFloat16, ModelDtype::kBFloat16}) {
-        for (int storage = 0; storage < kStorageCount; ++storage, ++done)
-          run(Case(static_cast<Storage>(storage), dtype, false));
-        for (const Storage storage : {Storage::kNone, Storage::kFloat8E4M3}) run(Case(storage, dtype, true)), ++done;
-      }
+  const std::string only = argc > 2 ? argv[2] : "";
+  for (int i = 0; i < static_cast<int>(Isa::kCount); ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (!only.empty() && only != isa_name(isa)) continue;
+    if (!force_isa(isa)) {
+      std::printf("%s: this CPU or system has no such instructions, nothing was run\n", isa_name(isa));
+      continue;
     }
+    for (int storage = 0; storage < kStorageCount; ++storage) {
+      for (const ModelDtype dtype : {ModelDtype::kFloat32, ModelDtype::kFloat16, ModelDtype::kBFloat16})
+        compare_codes(isa, static_cast<Storage>(storage), dtype);
+    }
+    int done = 0;
+    for (int round = 0; round < rounds; ++round) done += run_cases();
+    std::printf("%s: codecs equal, %d cases of attention passed\n", isa_name(isa), done);
+    std::fflush(stdout);
   }
-  std::printf("%d cases passed\n", done);
   return 0;
 }

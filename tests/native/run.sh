@@ -1,23 +1,33 @@
 #!/bin/sh
-# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone test.
+# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone test with every
+# instruction set that this CPU has; the test prints which.
 #   tests/native/run.sh [rounds]
+# With PLAIN=1 it builds a static program as it would be installed, without sanitizers, and prints its name instead of
+# running it: for another machine, or an emulator of one.
 # No ThreadSanitizer: it does not see the barriers of an OpenMP runtime that was built without it.
 set -eu
 cd "$(dirname "$0")/../.."
 rounds=${1:-3}
-build=build/native
+plain=${PLAIN:-0}
+flags="-std=c++17 -Wall -Wextra -Wno-psabi -Icustom_ops/include -fopenmp -fno-math-errno -fno-trapping-math"
+if [ "$plain" = 1 ]; then
+  build=build/native-plain
+  flags="$flags -O3 -g0 -static"
+else
+  build=build/native
+  flags="$flags -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+fi
 mkdir -p "$build"
-flags="-std=c++17 -O1 -g1 -Wall -Wextra -Wno-psabi -Icustom_ops/include -fopenmp -fno-math-errno -fno-trapping-math
- -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-avx2=""
+x86=""
 if [ "$(uname -m)" = x86_64 ]; then
-  flags="$flags -DFASTKV_HAVE_AVX2"
-  avx2="attend_avx2 codec_avx2"
+  flags="$flags -DFASTKV_HAVE_X86"
+  x86="attend_avx2 codec_avx2 attend_avx512 codec_avx512"
 fi
 objects=""
-for name in attend_portable codec_portable checks copy_blocks dispatch launch stream_copy $avx2; do
+for name in attend_portable codec_portable checks copy_blocks dispatch launch stream_copy $x86; do
   extra=""
-  case $name in *_avx2) extra="-mavx2 -mfma -mf16c" ;; esac
+  case $name in *_avx2 | *_avx512) extra="-mavx2 -mfma -mf16c" ;; esac
+  case $name in *_avx512) extra="$extra -mavx512f -mavx512bw -mavx512vl -mavx512dq -Wno-uninitialized -Wno-maybe-uninitialized" ;; esac
   case $name in codec_*) extra="$extra -ffp-contract=off" ;; esac
   object=$build/$name.o
   objects="$objects $object"
@@ -28,4 +38,8 @@ for name in attend_portable codec_portable checks copy_blocks dispatch launch st
 done
 # shellcheck disable=SC2086
 ${CXX:-g++} $flags tests/native/attention_test.cc $objects -o "$build/attention_test"
-OMP_NUM_THREADS=2 "$build/attention_test" "$rounds"
+if [ "$plain" = 1 ]; then
+  echo "$build/attention_test"
+else
+  OMP_NUM_THREADS=2 "$build/attention_test" "$rounds"
+fi

@@ -59,6 +59,27 @@ def test_force_isa_refuses_unknown_names() -> None:
         _load.force_isa("sse9")
 
 
+def test_supported_isas_are_those_of_the_cpu() -> None:
+    """Tests of kernels run once for each of these: one that went missing would go untested in silence."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    expected = ["portable"]
+    if {"avx2", "fma", "f16c"} <= flags:
+        expected += ["avx2", "avx2_normal"]
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+            expected.append("avx512")
+    assert _load.supported_isas() == expected
+    assert _load.current_isa() in expected
+
+
+def test_force_isa_refuses_what_the_machine_lacks() -> None:
+    supported = _load.supported_isas()
+    missing = [name for name in ("avx2", "avx2_normal", "avx512") if name not in supported]
+    for name in missing:
+        with pytest.raises(ConfigError, match=f"instruction set {name} is not available .*one of: portable"):
+            _load.force_isa(name)
+    assert _load.current_isa() in supported
+
+
 def test_force_isa_switches_and_returns() -> None:
     best = _load.current_isa()
     _load.force_isa("portable")

@@ -19,7 +19,7 @@ static int64_t tile_rows(const AttentionParams& p) {
   constexpr int64_t kFloats = 320 * 1024 / 4;  // well inside a second-level cache of half a megabyte
   const int64_t row = round_up(p.key.dim, kPanel) + round_up(p.out.dim, kPanel);
   const int64_t rows = (kFloats / row - kPanelKeys) / kBlockRows * kBlockRows;
-  return larger(8 * kBlockRows, smaller(32 * kBlockRows, rows));
+  return larger(48, smaller(192, rows));
 }
 
 static int64_t attend_scratch(const AttentionParams& p, int64_t rows) {

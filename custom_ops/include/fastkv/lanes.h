@@ -1,5 +1,5 @@
-// How stored bytes become lanes of eight floats, in registers and without scales: what the row kernels (rows.h) are
-// instantiated over.
+// How stored bytes become lanes of a vector of floats, in registers and without scales: what the row kernels (rows.h)
+// are instantiated over.
 //
 // A group is kBytes of a row; it yields kVecs vectors. Lane l of vector v holds channel l * kVecs + v of the group: a
 // 32-bit lane that holds several codes gives its j-th code to vector j, which needs shifts and masks but no shuffle
@@ -16,11 +16,11 @@
 namespace fastkv::FASTKV_ISA {
 
 struct Float32Lanes {
-  static constexpr int kVecs = 1, kBytes = 32;
+  static constexpr int kVecs = 1, kBytes = 4 * kLanes;
   static constexpr bool kHasNanCode = false;  // codes that stand for NaN, but come out as numbers
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    return load8(reinterpret_cast<const float*>(group));
+  static FASTKV_INLINE Floats get(const char* group) {
+    return load(reinterpret_cast<const float*>(group));
   }
 };
 
@@ -28,28 +28,47 @@ struct Float32Lanes {
 
 /// W stored bytes to a 32-bit lane.
 template <int W>
-static FASTKV_INLINE __m256i load_codes(const char* p) {
-  if (W == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  if (W == 2) return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+static FASTKV_INLINE Words load_codes(const char* p) {
+#ifdef __AVX512F__
+  if constexpr (W == 4) return (Words)_mm512_loadu_si512(p);
+  if constexpr (W == 2) return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  if constexpr (W == 4) return (Words)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  if constexpr (W == 2) return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#endif
 }
 
+/// Shifts towards higher bits, by as many places as N says; down if N is negative.
+template <int N>
+static FASTKV_INLINE Words shifted(Words x) {
+  if constexpr (N > 0) return x << N;
+  if constexpr (N < 0) return x >> -N;
+  return x;
+}
+
+template <int W>
 struct BFloat16Lanes {
-  static constexpr int kVecs = 2, kBytes = 32;
+  static constexpr int kVecs = W / 2, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = false;
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    const __m256i pair = load_codes<4>(group);
-    return (F8)(V == 0 ? _mm256_slli_epi32(pair, 16) : _mm256_and_si256(pair, _mm256_set1_epi32(-65536)));
+  static FASTKV_INLINE Floats get(const char* group) {
+    const Words codes = load_codes<W>(group);
+    return (Floats)(V == 0 ? codes << 16 : codes & 0xFFFF0000u);
   }
 };
 
 struct Float16Lanes {
-  static constexpr int kVecs = 1, kBytes = 16;
+  static constexpr int kVecs = 1, kBytes = 2 * kLanes;
   static constexpr bool kHasNanCode = false;
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    return (F8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group)));
+  static FASTKV_INLINE Floats get(const char* group) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group)));
+#else
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group)));
+#endif
   }
 };
 
@@ -59,15 +78,24 @@ struct Float16Lanes {
 /// them. That the lower codes come along is undone outside the loop (their share is linear); at most the 24th bit of
 /// the sum is lost.
 template <int kBits, int W>
-struct IntegerLanes {
-  static constexpr int kVecs = 8 * W / kBits, kBytes = 8 * W;
+struct CarryLanes {
+  static constexpr int kVecs = 8 * W / kBits, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = false;
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    __m256i code = load_codes<W>(group);
-    constexpr int kAbove = 32 - kBits * (V + 1);
-    if (kAbove > 0) code = _mm256_slli_epi32(code, kAbove);
-    return (F8)_mm256_or_si256(_mm256_srli_epi32(code, 9), _mm256_set1_epi32(0x3F800000));
+  static FASTKV_INLINE Floats get(const char* group) {
+    return (Floats)(shifted<32 - kBits*(V + 1)>(load_codes<W>(group)) >> 9 | 0x3F800000u);
+  }
+};
+
+/// The same without the lower codes, 1 + 2^-kBits * code: for AVX-512, which has mask and or in one instruction.
+template <int kBits, int W>
+struct MantissaLanes {
+  static constexpr int kVecs = 8 * W / kBits, kBytes = W * kLanes;
+  static constexpr bool kHasNanCode = false;
+  template <int V>
+  static FASTKV_INLINE Floats get(const char* group) {
+    constexpr uint32_t kMask = ((1u << kBits) - 1) << (23 - kBits);
+    return (Floats)((shifted<23 - kBits*(V + 1)>(load_codes<W>(group)) & kMask) | 0x3F800000u);
   }
 };
 
@@ -76,14 +104,12 @@ struct IntegerLanes {
 /// (KernelTable::fast_subnormals).
 template <int kBits, int W>
 struct SubnormalLanes {
-  static constexpr int kVecs = 8 * W / kBits, kBytes = 8 * W;
+  static constexpr int kVecs = 8 * W / kBits, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = false;
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    __m256i code = load_codes<W>(group);
-    if (V > 0) code = _mm256_srli_epi32(code, kBits * V);
-    if (V < kVecs - 1) code = _mm256_and_si256(code, _mm256_set1_epi32((1 << kBits) - 1));
-    return (F8)code;
+  static FASTKV_INLINE Floats get(const char* group) {
+    const Words codes = shifted<-kBits * V>(load_codes<W>(group));
+    return (Floats)(V < kVecs - 1 ? codes & ((1u << kBits) - 1) : codes);
   }
 };
 
@@ -92,22 +118,47 @@ struct SubnormalLanes {
 /// codes come out as 480 * 2^-120: kernels watch for them.
 template <int W>
 struct Float8Lanes {
-  static constexpr int kVecs = W, kBytes = 8 * W;
+  static constexpr int kVecs = W, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = true;
   template <int V>
-  static FASTKV_INLINE F8 get(const char* group) {
-    __m256i code = load_codes<W>(group);
-    if (V < 3) code = _mm256_slli_epi32(code, 24 - 8 * V);
-    code = _mm256_srai_epi32(code, 4);
-    return (F8)_mm256_and_si256(code, _mm256_set1_epi32(static_cast<int32_t>(0x87F00000u)));
-  }
-  /// Adds to `seen`, byte by byte, what tells a NaN code: 2 * code is 254 for 0x7F and 0xFF only.
-  static FASTKV_INLINE __m256i watch(const char* group, __m256i seen) {
-    const __m256i codes = load_codes<W>(group);
-    return _mm256_max_epu8(seen, _mm256_add_epi8(codes, codes));
+  static FASTKV_INLINE Floats get(const char* group) {
+    const Ints codes = (Ints)shifted<24 - 8 * V>(load_codes<W>(group)) >> 4;
+    return (Floats)((Words)codes & 0x87F00000u);
   }
 };
 
+#endif  // __AVX2__
+
+/// Tells whether any NaN code of float8 passed.
+template <bool kWatches>
+struct NanWatch {
+  template <typename L>
+  FASTKV_INLINE void look(const char*) {}
+  FASTKV_INLINE bool seen() const { return false; }
+};
+
+#ifdef __AVX2__
+/// Keeps the largest 2 * code of each byte: it is 254 for the NaN codes 0x7F and 0xFF only.
+template <>
+struct NanWatch<true> {
+  Words bytes = {};
+  template <typename L>
+  FASTKV_INLINE void look(const char* group) {
+    const Words codes = load_codes<L::kBytes / kLanes>(group);
+#ifdef __AVX512F__
+    bytes = (Words)_mm512_max_epu8((__m512i)bytes, _mm512_add_epi8((__m512i)codes, (__m512i)codes));
+#else
+    bytes = (Words)_mm256_max_epu8((__m256i)bytes, _mm256_add_epi8((__m256i)codes, (__m256i)codes));
+#endif
+  }
+  FASTKV_INLINE bool seen() const {
+#ifdef __AVX512F__
+    return _mm512_cmpeq_epi8_mask((__m512i)bytes, _mm512_set1_epi8(static_cast<char>(254))) != 0;
+#else
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)bytes, _mm256_set1_epi8(static_cast<char>(254)))) != 0;
+#endif
+  }
+};
 #endif  // __AVX2__
 
 }  // namespace fastkv::FASTKV_ISA

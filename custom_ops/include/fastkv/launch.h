@@ -30,8 +30,14 @@ Status copy_blocks(const BlocksView* tensors, int64_t num_tensors, const int64_t
                    int64_t num_copies);
 
 /// Instruction sets that kernels were compiled for; kBest asks for the best one that this CPU runs. kAvx2Normal is
-/// kAvx2 for CPUs that are slow with subnormal numbers.
-enum class Isa : int { kBest = -1, kPortable = 0, kAvx2 = 1, kAvx2Normal = 2 };
+/// kAvx2 for CPUs that are slow with subnormal numbers. kAvx512 is AVX-512 F, BW, VL and DQ.
+enum class Isa : int { kBest = -1, kPortable = 0, kAvx2, kAvx2Normal, kAvx512, kCount };
+
+/// Its name, for people and for Python.
+const char* isa_name(Isa isa);
+
+/// Whether this build has kernels for it, this CPU runs them, and the system keeps their registers.
+bool has_isa(Isa isa);
 
 /// The instruction set in use.
 Isa current_isa();

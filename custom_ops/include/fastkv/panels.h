@@ -12,51 +12,61 @@
 
 namespace fastkv::FASTKV_ISA {
 
-inline constexpr int64_t kBlockRows = 6;
-inline constexpr int64_t kPanel = 16;
+inline constexpr int64_t kBlockRows = kLanes == 16 ? 12 : 6;
+inline constexpr int64_t kPanel = 2 * kLanes;
 inline constexpr int64_t kPanelKeys = 64;  // positions a chunk at most
 
-/// scores[r][0..16) = q[r] . keys for R rows.
+/// scores[r][0..kPanel) = q[r] . keys for R rows.
 template <int R>
 static void panel_scores(const float* q, const float* keys, int64_t dk, float* scores) {
-  F8 sums[R][2];
+  Floats sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = splat(0.0f);
   for (int64_t i = 0; i < dk; ++i, q += kBlockRows, keys += kPanel) {
-    const F8 left = load8(keys), right = load8(keys + kLanes);
+    const Floats left = load(keys), right = load(keys + kLanes);
     for (int r = 0; r < R; ++r) {
-      const F8 query = splat(q[r]);
+      const Floats query = splat(q[r]);
       sums[r][0] += query * left;
       sums[r][1] += query * right;
     }
   }
   for (int r = 0; r < R; ++r) {
-    store8(scores + r * kPanelKeys, sums[r][0]);
-    store8(scores + r * kPanelKeys + kLanes, sums[r][1]);
+    store(scores + r * kPanelKeys, sums[r][0]);
+    store(scores + r * kPanelKeys + kLanes, sums[r][1]);
   }
 }
 
-/// out[r][0..16) = out * shrink + weights . values over positions [begin, end) for R rows.
+/// out[r][0..kPanel) = out * shrink + weights . values over positions [begin, end) for R rows.
 template <int R>
 static void panel_values(const float* weights, const float* values, int64_t begin, int64_t end, const float* shrink,
                          float* out, int64_t out_stride) {
-  F8 sums[R][2];
+  Floats sums[R][2];
   for (int r = 0; r < R; ++r) {
-    sums[r][0] = load8(out + r * out_stride) * shrink[r];
-    sums[r][1] = load8(out + r * out_stride + kLanes) * shrink[r];
+    sums[r][0] = load(out + r * out_stride) * shrink[r];
+    sums[r][1] = load(out + r * out_stride + kLanes) * shrink[r];
   }
   for (int64_t c = begin; c < end; ++c) {
-    const F8 left = load8(values + c * kPanel), right = load8(values + c * kPanel + kLanes);
+    const Floats left = load(values + c * kPanel), right = load(values + c * kPanel + kLanes);
     for (int r = 0; r < R; ++r) {
-      const F8 weight = splat(weights[r * kPanelKeys + c]);
+      const Floats weight = splat(weights[r * kPanelKeys + c]);
       sums[r][0] += weight * left;
       sums[r][1] += weight * right;
     }
   }
   for (int r = 0; r < R; ++r) {
-    store8(out + r * out_stride, sums[r][0]);
-    store8(out + r * out_stride + kLanes, sums[r][1]);
+    store(out + r * out_stride, sums[r][0]);
+    store(out + r * out_stride + kLanes, sums[r][1]);
   }
 }
+
+/// Panel products for 1 to kBlockRows rows: [rows - 1].
+struct PanelKernels {
+  void (*scores[kBlockRows])(const float*, const float*, int64_t, float*);
+  void (*values[kBlockRows])(const float*, const float*, int64_t, int64_t, const float*, float*, int64_t);
+
+  template <int... R>
+  constexpr explicit PanelKernels(std::integer_sequence<int, R...>)
+      : scores{&panel_scores<R + 1>...}, values{&panel_values<R + 1>...} {}
+};
 
 /// Folds one row's scores into its maximum and sum: [begin, end), whole vectors, of which [low, high) count. Leaves
 /// weights; returns the factor for what was summed before.
@@ -64,18 +74,18 @@ static FASTKV_INLINE float fold_row(float* scores, int64_t begin, int64_t end, i
                                     float* maximum, float* sum) {
   for (int64_t c = begin; c < low; ++c) scores[c] = minus_infinity();
   for (int64_t c = high; c < end; ++c) scores[c] = minus_infinity();
-  F8 top = splat(*maximum);
-  for (int64_t c = begin; c < end; c += kLanes) top = max8(load8(scores + c), top);
-  top = max_of_runs<8>(top);
-  const F8 base = select(top == splat(minus_infinity()), splat(0.0f), top);
+  Floats top = splat(*maximum);
+  for (int64_t c = begin; c < end; c += kLanes) top = max_each(load(scores + c), top);
+  top = max_of_runs<kLanes>(top);
+  const Floats base = select(top == splat(minus_infinity()), splat(0.0f), top);
   const float shrink = *maximum == base[0] ? 1.0f : std::exp(*maximum - base[0]);
-  F8 total = splat(0.0f);
+  Floats total = splat(0.0f);
   for (int64_t c = begin; c < end; c += kLanes) {
-    const F8 weight = exp_nonpositive(load8(scores + c) - base);
-    store8(scores + c, weight);
+    const Floats weight = exp_nonpositive(load(scores + c) - base);
+    store(scores + c, weight);
     total += weight;
   }
-  *sum = *sum * shrink + sum_of_runs<8>(total)[0];
+  *sum = *sum * shrink + sum_of_runs<kLanes>(total)[0];
   *maximum = top[0];
   return shrink;
 }
@@ -160,14 +170,14 @@ class PanelTile {
     }
   }
 
-  /// Decoded rows to columns [at, at + 8) of the key panels; columns past count are zero.
+  /// Decoded rows to columns [at, at + kLanes) of the key panels; columns past count are zero.
   void pack_keys(int64_t at, int64_t count) {
     float* panel = s_.keys + at / kPanel * kPanel * s_.dk + at % kPanel;
     for (int64_t i = 0; i < s_.dk; i += kLanes) {
-      F8 square[8];
-      for (int64_t r = 0; r < kLanes; ++r) square[r] = r < count ? load8(s_.row + r * s_.dk + i) : splat(0.0f);
-      transpose8(square);
-      for (int64_t r = 0; r < kLanes; ++r) store8(panel + (i + r) * kPanel, square[r]);
+      Floats square[kLanes];
+      for (int64_t r = 0; r < kLanes; ++r) square[r] = r < count ? load(s_.row + r * s_.dk + i) : splat(0.0f);
+      transpose(square);
+      for (int64_t r = 0; r < kLanes; ++r) store(panel + (i + r) * kPanel, square[r]);
     }
   }
 
@@ -176,19 +186,19 @@ class PanelTile {
       const float* row = s_.row + r * stride;
       for (int64_t i = 0; i < s_.dv; i += kPanel) {
         float* to = s_.values + i * kPanelKeys + (at + r) * kPanel;
-        store8(to, load8(row + i));
-        store8(to + kLanes, load8(row + i + kLanes));
+        store(to, load(row + i));
+        store(to + kLanes, load(row + i + kLanes));
       }
     }
   }
 
   bool values_are_finite(int64_t count) const {
-    F8 sum = splat(0.0f);
+    Floats sum = splat(0.0f);
     for (int64_t i = 0; i < s_.dv; i += kPanel) {
       const float* panel = s_.values + i * kPanelKeys;
-      for (int64_t c = 0; c < count * kPanel; c += kLanes) sum += load8(panel + c) * 0.0f;
+      for (int64_t c = 0; c < count * kPanel; c += kLanes) sum += load(panel + c) * 0.0f;
     }
-    sum = sum_of_runs<8>(sum);
+    sum = sum_of_runs<kLanes>(sum);
     return sum[0] == 0.0f;
   }
 
@@ -225,15 +235,10 @@ class PanelTile {
     }
     if (first >= last) return;
 
-    using Scores = void (*)(const float*, const float*, int64_t, float*);
-    using Values = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, int64_t);
-    static constexpr Scores kScores[] = {&panel_scores<1>, &panel_scores<2>, &panel_scores<3>,
-                                         &panel_scores<4>, &panel_scores<5>, &panel_scores<6>};
-    static constexpr Values kValues[] = {&panel_values<1>, &panel_values<2>, &panel_values<3>,
-                                         &panel_values<4>, &panel_values<5>, &panel_values<6>};
+    static constexpr PanelKernels kKernels{std::make_integer_sequence<int, kBlockRows>{}};
     const int64_t from = first / kPanel * kPanel, to = round_up(last, kPanel);
     for (int64_t c = from; c < to; c += kPanel) {
-      kScores[rows - 1](s_.q + row * s_.dk, s_.keys + c * s_.dk, s_.dk, s_.scores + c);
+      kKernels.scores[rows - 1](s_.q + row * s_.dk, s_.keys + c * s_.dk, s_.dk, s_.scores + c);
     }
     float shrink[kBlockRows];
     for (int64_t r = 0; r < rows; ++r) {
@@ -246,7 +251,7 @@ class PanelTile {
     for (int64_t i = 0; i < s_.dv; i += kPanel) {
       const float* values = s_.values + i * kPanelKeys;
       if (exact) {
-        kValues[rows - 1](s_.scores, values, first, last, shrink, out + i, s_.dv);
+        kKernels.values[rows - 1](s_.scores, values, first, last, shrink, out + i, s_.dv);
         continue;
       }
       for (int64_t r = 0; r < rows; ++r) {

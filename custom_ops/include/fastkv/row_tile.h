@@ -24,8 +24,8 @@ static inline int64_t chunk_positions(int64_t row_bytes) {
 struct RowChunk {
   const char* keys[kMaxChunk];
   const char* values[kMaxChunk];
-  alignas(32) float key_scale[kMaxChunk + 8];
-  alignas(32) float value_scale[kMaxChunk + 8];
+  alignas(64) float key_scale[kMaxChunk + kLanes];
+  alignas(64) float value_scale[kMaxChunk + kLanes];
   int64_t begin = 0;
   int64_t count = 0;
 };
@@ -43,7 +43,7 @@ struct RowScratch {
     q = carver->take(rows * dk);
     out = carver->take(rows * dv);
     result = carver->take(dv + kLanes);
-    scores = carver->take(kMaxChunk * 8);
+    scores = carver->take(kMaxChunk * 4 + kLanes);  // up to four lanes a position, and a last step
     for (float** state : {&maximum, &sum, &factor, &constant, &shrink}) *state = carver->take(rows + kLanes);
     for (float** scale : {&key_scale, &key_zero}) *scale = carver->take(dk);
     for (float** x : {&value_carry, &value_offset, &value_factor}) *x = carver->take(dv);
@@ -100,43 +100,38 @@ struct FoldTerms {
 template <int R>
 static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, float* maximum, float* sum, float* shrink) {
   constexpr int T = kStep<R>;
-  F8 factor, constant, old_maximum;
+  Floats factor, constant, old_maximum;
   for (int l = 0; l < kLanes; ++l) {
     const int r = l / T < R ? l / T : R - 1;
     factor[l] = terms.factor[r];
     constant[l] = terms.constant[r];
     old_maximum[l] = maximum[r];
   }
-  const auto by_position = [](const float* x) {
-    const F8 loaded = load8(x);
-    if (T == 2) return __builtin_shuffle(loaded, I8{0, 1, 0, 1, 0, 1, 0, 1});
-    if (T == 4) return __builtin_shuffle(loaded, I8{0, 1, 2, 3, 0, 1, 2, 3});
-    return loaded;
-  };
+  const auto by_position = [](const float* x) { return permute(load(x), [](int l) { return l % T; }); };
   const int64_t steps = (count + T - 1) / T;
-  F8 top = old_maximum;
+  Floats top = old_maximum;
   for (int64_t s = 0; s < steps; ++s) {
-    F8 x = load8(scores + s * kLanes) * factor + constant;
+    Floats x = load(scores + s * kLanes) * factor + constant;
     if (terms.key_scale != nullptr) x *= by_position(terms.key_scale + s * T);
     if (s == steps - 1) {
       for (int l = 0; l < kLanes; ++l) {
         if (s * T + l % T >= count) x[l] = minus_infinity();
       }
     }
-    store8(scores + s * kLanes, x);
-    top = max8(x, top);
+    store(scores + s * kLanes, x);
+    top = max_each(x, top);
   }
   top = max_of_runs<T>(top);
   // with nothing but -inf so far, subtracting it would give NaN; 0 makes every weight 0
-  const F8 base = select(top == splat(minus_infinity()), splat(0.0f), top);
-  const F8 old_factor = select(old_maximum == base, splat(1.0f), exp_nonpositive(old_maximum - base));
-  F8 total = splat(0.0f);
+  const Floats base = select(top == splat(minus_infinity()), splat(0.0f), top);
+  const Floats old_factor = select(old_maximum == base, splat(1.0f), exp_nonpositive(old_maximum - base));
+  Floats total = splat(0.0f);
   for (int64_t s = 0; s < steps; ++s) {
-    F8 weight = exp_nonpositive(load8(scores + s * kLanes) - base);
+    Floats weight = exp_nonpositive(load(scores + s * kLanes) - base);
     total += weight;
     weight *= terms.weight_factor;
     if (terms.value_scale != nullptr) weight *= by_position(terms.value_scale + s * T);
-    store8(scores + s * kLanes, weight);
+    store(scores + s * kLanes, weight);
   }
   total = sum_of_runs<T>(total);
   for (int r = 0; r < R; ++r) {
@@ -357,7 +352,7 @@ class RowTile {
 
   /// A key with a NaN code has a NaN score.
   void spoil_scores(const RowsJob& job, int64_t rows) const {
-    const int64_t step = rows == 1 ? 8 : rows == 2 ? 4 : 2;
+    const int64_t step = step_positions(rows);
     for (int64_t c = 0; c < job.count; ++c) {
       bool has_nan = false;
       for (int64_t i = 0; i < tile_.p.key.dim; ++i) has_nan = has_nan || is_nan_code(job.keys[c][i]);

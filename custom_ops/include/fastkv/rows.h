@@ -1,8 +1,8 @@
 // Attention for a few query rows that share one walk over K and V: decoding, and the verification of few tokens. Every
 // stored byte is read once for the whole group of rows and becomes floats in registers.
 //
-// Scores are kept a step at a time: T positions of R rows fill the eight lanes of one vector, row by row, so that
-// soft-max works on full vectors for any R, and 8 sums of products are reduced together.
+// Scores are kept a step at a time: T positions of R rows fill the lanes of one vector, row by row, so that soft-max
+// works on full vectors for any R, and as many sums of products as there are lanes are reduced together.
 #pragma once
 
 #include <cstring>
@@ -14,11 +14,10 @@ namespace fastkv::FASTKV_ISA {
 
 inline constexpr int kMaxRows = 4;  // rows of one kernel call
 
-/// Positions that one vector of scores holds for R rows.
+/// Positions that one vector of scores holds for so many rows.
+static FASTKV_INLINE constexpr int step_positions(int64_t rows) { return kLanes / (rows > 2 ? 4 : rows); }
 template <int R>
-inline constexpr int kStep = R == 1   ? 8
-                             : R == 2 ? 4
-                                      : 2;
+inline constexpr int kStep = step_positions(R);
 
 /// Lines to fetch ahead while a kernel walks rows: row i of `rows`, `lines` cache lines each; lines == 0: none.
 struct Ahead {
@@ -51,9 +50,9 @@ using ScoreRows = bool (*)(const RowsJob& job);
 /// out = out * shrink + weights . values for R rows; true if a NaN code was seen.
 using AddRows = bool (*)(const RowsJob& job);
 
-static FASTKV_INLINE void keep_in_register(F8& x) {
+static FASTKV_INLINE void keep_in_register(Floats& x) {
 #ifdef __AVX__
-  asm("" : "+x"(x));
+  asm("" : "+v"(x));
 #else
   (void)x;
 #endif
@@ -67,27 +66,6 @@ static FASTKV_INLINE void unrolled(Body&& body) {
   }
 }
 
-/// Tells whether any NaN code passed.
-template <bool kWatches>
-struct NanWatch {
-  template <typename L>
-  FASTKV_INLINE void look(const char*) {}
-  FASTKV_INLINE bool seen() const { return false; }
-};
-#ifdef __AVX2__
-template <>
-struct NanWatch<true> {
-  __m256i bytes = _mm256_setzero_si256();
-  template <typename L>
-  FASTKV_INLINE void look(const char* group) {
-    bytes = L::watch(group, bytes);
-  }
-  FASTKV_INLINE bool seen() const {
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(static_cast<char>(254)))) != 0;
-  }
-};
-#endif
-
 template <typename L, int R>
 static bool score_rows(const RowsJob& job) {
   constexpr int T = kStep<R>;
@@ -99,15 +77,15 @@ static bool score_rows(const RowsJob& job) {
       keys[t] = job.keys[c + t < job.count ? c + t : job.count - 1];
       ahead[t] = c + t < job.ahead.count ? job.ahead.rows[c + t] : keys[t];
     }
-    F8 sums[8];
-    for (int i = 0; i < 8; ++i) sums[i] = splat(0.0f);
+    Floats sums[kLanes];
+    for (int i = 0; i < kLanes; ++i) sums[i] = splat(0.0f);
     const float* q = job.q;
     for (int64_t g = 0; g < job.key_groups; ++g, q += L::kVecs * kLanes) {
       unrolled<0, L::kVecs>([&](auto v) {
-        F8 key[T];
+        Floats key[T];
         for (int t = 0; t < T; ++t) key[t] = L::template get<v>(keys[t] + g * L::kBytes);
         for (int r = 0; r < R; ++r) {
-          F8 query = load8(q + r * job.q_stride + v * kLanes);
+          Floats query = load(q + r * job.q_stride + v * kLanes);
           keep_in_register(query);  // or GCC loads it again for each of the T products
           for (int t = 0; t < T; ++t) sums[r * T + t] += query * key[t];
         }
@@ -117,7 +95,7 @@ static bool score_rows(const RowsJob& job) {
         for (int t = 0; t < T; ++t) fetch(ahead[t] + g * L::kBytes);
       }
     }
-    store8(job.scores + c / T * kLanes, sum_each(sums));
+    store(job.scores + c / T * kLanes, sum_each(sums));
   }
   return nan.seen();
 }
@@ -149,20 +127,20 @@ template <typename L, int R, int J, int V0>
 static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, const FetchPart& part) {
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode && V0 == 0> nan;
-  F8 sums[R][J];
+  Floats sums[R][J];
   for (int r = 0; r < R; ++r) {
     for (int j = 0; j < J; ++j) sums[r][j] = splat(0.0f);
   }
   const auto add = [&](int64_t c, const float* weights) {
     const char* row = job.values[c] + at;
-    F8 value[J];
+    Floats value[J];
     unrolled<0, J>([&](auto j) {
       constexpr int v = V0 + j;
       value[j] = L::template get<v % L::kVecs>(row + v / L::kVecs * L::kBytes);
       if constexpr (v % L::kVecs == 0) nan.template look<L>(row + v / L::kVecs * L::kBytes);
     });
     for (int r = 0; r < R; ++r) {
-      const F8 weight = splat(weights[r * T]);
+      const Floats weight = splat(weights[r * T]);
       for (int j = 0; j < J; ++j) sums[r][j] += weight * value[j];
     }
   };
@@ -180,10 +158,10 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
   for (int t = 0; c + t < job.count; ++t) add(c + t, weights + t);
   // summing a chunk by itself first also keeps rounding errors from growing with the context
   for (int r = 0; r < R; ++r) {
-    const F8 shrink = splat(job.shrink[r]);
+    const Floats shrink = splat(job.shrink[r]);
     for (int j = 0; j < J; ++j) {
       float* out = job.out + r * job.out_stride + (vec + j) * kLanes;
-      store8(out, load8(out) * shrink + sums[r][j]);
+      store(out, load(out) * shrink + sums[r][j]);
     }
   }
   return nan.seen();
@@ -191,8 +169,9 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
 
 template <typename L, int R>
 static bool add_rows(const RowsJob& job) {
-  // enough independent sums to hide the adder's latency, few enough for the registers
-  constexpr int J = R == 1 ? 8 : R == 2 ? 4 : 2;
+  // enough independent sums to hide the adder's latency, few enough for the registers, of which AVX-512 has twice as
+  // many; 4 of its vectors are a row of 64 channels
+  constexpr int J = kLanes == 16 ? 4 : R == 1 ? 8 : R == 2 ? 4 : 2;
   constexpr int kSpan = J > L::kVecs ? J : L::kVecs;
   constexpr int kRest = J < L::kVecs ? J : L::kVecs;
   const int64_t parts = (job.value_vecs + J - 1) / J;
@@ -237,38 +216,47 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
 #ifdef __AVX2__
 template <int kBits, int W>
 static RowKernels integer_kernels(float offset, bool fast_subnormals) {
+  constexpr float kOne = 1 << kBits;  // what a lane of 1.0 stands for
+  if (kLanes == 16) return row_kernels_of<MantissaLanes<kBits, W>>(offset + kOne, kBits);
   if (fast_subnormals) return row_kernels_of<SubnormalLanes<kBits, W>>(offset, 149);
-  return row_kernels_of<IntegerLanes<kBits, W>>(offset, kBits, kBits);
+  return row_kernels_of<CarryLanes<kBits, W>>(offset, kBits, kBits);
 }
 #endif
 
-/// Kernels that read a cache of this storage and row length as it lies; kernels.score[0] is null if there are none.
+/// Kernels that read a cache of this storage and row length as it lies: those with most codes to a 32-bit lane that
+/// whole groups of fill the row. kernels.score[0] is null if there are none.
 static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t dim, bool fast_subnormals) {
+  if (dim % kLanes != 0) return {};
+  if (storage == Storage::kNone && dtype == ModelDtype::kFloat32) return row_kernels_of<Float32Lanes>(0.0f, 0);
+#ifndef __AVX2__
   (void)fast_subnormals;
-  if (storage == Storage::kNone && dtype == ModelDtype::kFloat32 && dim % 8 == 0) {
-    return row_kernels_of<Float32Lanes>(0.0f, 0);
-  }
-#ifdef __AVX2__
+#else
+  const int64_t vecs = dim / kLanes;
+  // with 16 lanes rows of 80 channels need the narrow groups that 8 lanes can do without
+  constexpr bool kNarrow = kLanes == 16;
   switch (storage) {
     case Storage::kNone:
-      if (dtype == ModelDtype::kBFloat16 && dim % 16 == 0) return row_kernels_of<BFloat16Lanes>(0.0f, 0);
-      if (dtype == ModelDtype::kFloat16 && dim % 8 == 0) return row_kernels_of<Float16Lanes>(0.0f, 0);
+      if (dtype == ModelDtype::kFloat16) return row_kernels_of<Float16Lanes>(0.0f, 0);
+      if (vecs % 2 == 0) return row_kernels_of<BFloat16Lanes<4>>(0.0f, 0);
+      if constexpr (kNarrow) return row_kernels_of<BFloat16Lanes<2>>(0.0f, 0);
       break;
     case Storage::kInt8:
     case Storage::kInt8Zp:
-      if (dim % 32 == 0) return integer_kernels<8, 4>(128.0f, fast_subnormals);
-      if (dim % 16 == 0) return integer_kernels<8, 2>(128.0f, fast_subnormals);
+      if (vecs % 4 == 0) return integer_kernels<8, 4>(128.0f, fast_subnormals);
+      if (vecs % 2 == 0) return integer_kernels<8, 2>(128.0f, fast_subnormals);
+      if constexpr (kNarrow) return integer_kernels<8, 1>(128.0f, fast_subnormals);
       break;
     case Storage::kInt4Zp:
-      if (dim % 64 == 0) return integer_kernels<4, 4>(8.0f, fast_subnormals);
-      if (dim % 32 == 0) return integer_kernels<4, 2>(8.0f, fast_subnormals);
-      if (dim % 16 == 0) return integer_kernels<4, 1>(8.0f, fast_subnormals);
+      if (vecs % 8 == 0) return integer_kernels<4, 4>(8.0f, fast_subnormals);
+      if (vecs % 4 == 0) return integer_kernels<4, 2>(8.0f, fast_subnormals);
+      if (vecs % 2 == 0) return integer_kernels<4, 1>(8.0f, fast_subnormals);
       break;
     case Storage::kFloat8E4M3:
     case Storage::kFloat8E4M3Zp:
     case Storage::kBlockWiseFp8:
-      if (dim % 32 == 0) return row_kernels_of<Float8Lanes<4>>(0.0f, 120);
-      if (dim % 16 == 0) return row_kernels_of<Float8Lanes<2>>(0.0f, 120);
+      if (vecs % 4 == 0) return row_kernels_of<Float8Lanes<4>>(0.0f, 120);
+      if (vecs % 2 == 0) return row_kernels_of<Float8Lanes<2>>(0.0f, 120);
+      if constexpr (kNarrow) return row_kernels_of<Float8Lanes<1>>(0.0f, 120);
       break;
     default:
       break;

@@ -1,8 +1,10 @@
-// Eight floats as one value, by GCC's vector extension: AVX where a source is compiled for it, pairs of SSE registers
-// elsewhere. Plus the few things that the attention kernels need of them.
+// A vector of floats as one value, by GCC's vector extension: eight lanes, AVX where a source is compiled for it and
+// pairs of SSE registers elsewhere; sixteen lanes where a source is compiled for AVX-512. Plus the few things that the
+// attention kernels need of them. Kernels are written over kLanes: nothing else here or there knows the count.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "fastkv/storage.h"
 
@@ -12,101 +14,157 @@
 
 namespace fastkv::FASTKV_ISA {
 
-typedef float F8 __attribute__((vector_size(32), may_alias));
-typedef int32_t I8 __attribute__((vector_size(32), may_alias));
-typedef float UnalignedF8 __attribute__((vector_size(32), may_alias, aligned(4)));
-inline constexpr int64_t kLanes = 8;
+#ifdef __AVX512F__
+inline constexpr int kLanes = 16;
+#else
+inline constexpr int kLanes = 8;
+#endif
 
-static FASTKV_INLINE F8 load8(const float* p) { return *reinterpret_cast<const UnalignedF8*>(p); }
-static FASTKV_INLINE void store8(float* p, F8 x) { *reinterpret_cast<UnalignedF8*>(p) = x; }
-static FASTKV_INLINE F8 splat(float x) { return F8{x, x, x, x, x, x, x, x}; }
+typedef float Floats __attribute__((vector_size(4 * kLanes), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), may_alias));
+typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), may_alias, aligned(4)));
+
+static FASTKV_INLINE Floats load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
+static FASTKV_INLINE void store(float* p, Floats x) { *reinterpret_cast<UnalignedFloats*>(p) = x; }
+static FASTKV_INLINE Floats splat(float x) { return x - Floats{}; }  // x + 0 would lose the sign of -0
 static FASTKV_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 static FASTKV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static FASTKV_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static FASTKV_INLINE float minus_infinity() { return -__builtin_inff(); }
 
 /// x where the mask's lanes are all ones, else y.
-static FASTKV_INLINE F8 select(I8 mask, F8 x, F8 y) { return (F8)(((I8)x & mask) | ((I8)y & ~mask)); }
+static FASTKV_INLINE Floats select(Ints mask, Floats x, Floats y) {
+  return (Floats)(((Ints)x & mask) | ((Ints)y & ~mask));
+}
 
 /// x > y ? x : y in each lane: y where either is NaN.
-static FASTKV_INLINE F8 max8(F8 x, F8 y) {
-#ifdef __AVX__
-  return (F8)_mm256_max_ps((__m256)x, (__m256)y);
+static FASTKV_INLINE Floats max_each(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX__)
+  return (Floats)_mm256_max_ps((__m256)x, (__m256)y);
 #else
   return select(x > y, x, y);
 #endif
 }
 
-/// Lane i of the result is the sum over x[i]'s lanes.
-static FASTKV_INLINE F8 sum_each(const F8* x) {
-  F8 pairs[4], quads[2];
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], I8{0, 8, 1, 9, 4, 12, 5, 13}) +
-               __builtin_shuffle(x[2 * i], x[2 * i + 1], I8{2, 10, 3, 11, 6, 14, 7, 15});
-  }
-  for (int i = 0; i < 2; ++i) {
-    quads[i] = __builtin_shuffle(pairs[2 * i], pairs[2 * i + 1], I8{0, 1, 8, 9, 4, 5, 12, 13}) +
-               __builtin_shuffle(pairs[2 * i], pairs[2 * i + 1], I8{2, 3, 10, 11, 6, 7, 14, 15});
-  }
-  return __builtin_shuffle(quads[0], quads[1], I8{0, 1, 2, 3, 8, 9, 10, 11}) +
-         __builtin_shuffle(quads[0], quads[1], I8{4, 5, 6, 7, 12, 13, 14, 15});
+template <typename Index, int... L>
+static FASTKV_INLINE Ints lane_indices(Index index, std::integer_sequence<int, L...>) {
+  return Ints{index(L)...};
 }
 
-/// Transposes 8 x 8 floats in place.
-static FASTKV_INLINE void transpose8(F8* x) {
-  F8 a[8], b[8];
-  for (int i = 0; i < 4; ++i) {
-    a[2 * i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], I8{0, 8, 1, 9, 4, 12, 5, 13});
-    a[2 * i + 1] = __builtin_shuffle(x[2 * i], x[2 * i + 1], I8{2, 10, 3, 11, 6, 14, 7, 15});
+/// Lane l of the result is lane index(l) of x, or, from kLanes on, of y. Indices are constants once inlined.
+template <typename V, typename Index>
+static FASTKV_INLINE V permute(V x, V y, Index index) {
+  return __builtin_shuffle(x, y, lane_indices(index, std::make_integer_sequence<int, kLanes>{}));
+}
+template <typename Index>
+static FASTKV_INLINE Floats permute(Floats x, Index index) {
+  return __builtin_shuffle(x, lane_indices(index, std::make_integer_sequence<int, kLanes>{}));
+}
+
+// The shuffles of transpositions. A quarter is four lanes, what 128-bit instructions work on; within each of them ...
+/// ... the lower (P = 0) or upper (P = 2) two lanes of x and y, taken in turns.
+template <int P, typename V>
+static FASTKV_INLINE V interleave(V x, V y) {
+  return permute(x, y, [](int l) { return l / 4 * 4 + l % 4 / 2 + P + l % 2 * kLanes; });
+}
+/// ... the lower or upper two lanes of x, then those of y.
+template <int P, typename V>
+static FASTKV_INLINE V pairs_of(V x, V y) {
+  return permute(x, y, [](int l) { return l / 4 * 4 + l % 2 + P + l % 4 / 2 * kLanes; });
+}
+/// Every other quarter of x, then of y: the even ones (P = 0) or the odd ones (P = 1).
+template <int P, typename V>
+static FASTKV_INLINE V quarters_of(V x, V y) {
+  return permute(x, y, [](int l) { return (l / 4 * 2 + P) * 4 + l % 4; });
+}
+
+/// Lane i of the result is the sum over x[i]'s lanes.
+template <typename V>
+static FASTKV_INLINE V sum_each(const V* x) {
+  V pairs[kLanes / 2], sums[kLanes / 4];
+  for (int i = 0; i < kLanes / 2; ++i) {
+    pairs[i] = interleave<0>(x[2 * i], x[2 * i + 1]) + interleave<2>(x[2 * i], x[2 * i + 1]);
   }
-  for (int i = 0; i < 2; ++i) {
-    for (int j = 0; j < 2; ++j) {
-      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], I8{0, 1, 8, 9, 4, 5, 12, 13});
-      b[4 * i + 2 * j + 1] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], I8{2, 3, 10, 11, 6, 7, 14, 15});
+  for (int i = 0; i < kLanes / 4; ++i) {
+    sums[i] = pairs_of<0>(pairs[2 * i], pairs[2 * i + 1]) + pairs_of<2>(pairs[2 * i], pairs[2 * i + 1]);
+  }
+  for (int left = kLanes / 8; left > 0; left /= 2) {
+    for (int i = 0; i < left; ++i) {
+      sums[i] = quarters_of<0>(sums[2 * i], sums[2 * i + 1]) + quarters_of<1>(sums[2 * i], sums[2 * i + 1]);
     }
   }
-  for (int i = 0; i < 4; ++i) {
-    x[i] = __builtin_shuffle(b[i], b[i + 4], I8{0, 1, 2, 3, 8, 9, 10, 11});
-    x[i + 4] = __builtin_shuffle(b[i], b[i + 4], I8{4, 5, 6, 7, 12, 13, 14, 15});
+  return sums[0];
+}
+
+/// Transposes kLanes x kLanes floats in place.
+static FASTKV_INLINE void transpose(Floats* x) {
+  Floats a[kLanes], b[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    a[i] = interleave<0>(x[i], x[i + 1]);
+    a[i + 1] = interleave<2>(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4) {  // each quarter of four rows by itself
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = pairs_of<0>(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = pairs_of<2>(a[i + j], a[i + 2 + j]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {  // then quarters as if they were elements
+    if constexpr (kLanes == 8) {
+      x[i] = quarters_of<0>(b[i], b[i + 4]);
+      x[i + 4] = quarters_of<1>(b[i], b[i + 4]);
+    } else {
+      const Floats even[2] = {quarters_of<0>(b[i], b[i + 4]), quarters_of<0>(b[i + 8], b[i + 12])};
+      const Floats odd[2] = {quarters_of<1>(b[i], b[i + 4]), quarters_of<1>(b[i + 8], b[i + 12])};
+      x[i] = quarters_of<0>(even[0], even[1]);
+      x[i + 4] = quarters_of<0>(odd[0], odd[1]);
+      x[i + 8] = quarters_of<1>(even[0], even[1]);
+      x[i + 12] = quarters_of<1>(odd[0], odd[1]);
+    }
   }
 }
 
-/// The largest of each run of N lanes, in all of its lanes; N is 2, 4 or 8.
+/// The largest of each run of N lanes, in all of its lanes; N is a power of two.
 template <int N>
-static FASTKV_INLINE F8 max_of_runs(F8 x) {
-  x = max8(__builtin_shuffle(x, I8{1, 0, 3, 2, 5, 4, 7, 6}), x);
-  if (N >= 4) x = max8(__builtin_shuffle(x, I8{2, 3, 0, 1, 6, 7, 4, 5}), x);
-  if (N >= 8) x = max8(__builtin_shuffle(x, I8{4, 5, 6, 7, 0, 1, 2, 3}), x);
+static FASTKV_INLINE Floats max_of_runs(Floats x) {
+  if constexpr (N >= 2) x = max_each(permute(x, [](int l) { return l ^ 1; }), x);
+  if constexpr (N >= 4) x = max_each(permute(x, [](int l) { return l ^ 2; }), x);
+  if constexpr (N >= 8) x = max_each(permute(x, [](int l) { return l ^ 4; }), x);
+  if constexpr (N >= 16) x = max_each(permute(x, [](int l) { return l ^ 8; }), x);
   return x;
 }
 
-/// The sum of each run of N lanes, in all of its lanes; N is 2, 4 or 8.
+/// The sum of each run of N lanes, in all of its lanes; N is a power of two.
 template <int N>
-static FASTKV_INLINE F8 sum_of_runs(F8 x) {
-  x += __builtin_shuffle(x, I8{1, 0, 3, 2, 5, 4, 7, 6});
-  if (N >= 4) x += __builtin_shuffle(x, I8{2, 3, 0, 1, 6, 7, 4, 5});
-  if (N >= 8) x += __builtin_shuffle(x, I8{4, 5, 6, 7, 0, 1, 2, 3});
+static FASTKV_INLINE Floats sum_of_runs(Floats x) {
+  if constexpr (N >= 2) x += permute(x, [](int l) { return l ^ 1; });
+  if constexpr (N >= 4) x += permute(x, [](int l) { return l ^ 2; });
+  if constexpr (N >= 8) x += permute(x, [](int l) { return l ^ 4; });
+  if constexpr (N >= 16) x += permute(x, [](int l) { return l ^ 8; });
   return x;
 }
 
 /// e^x for x <= 0, to about 1e-7 relative; 0 below -87.3, NaN stays NaN. The polynomial is Cephes' expf.
-static FASTKV_INLINE F8 exp_nonpositive(F8 x) {
-  const F8 floor = splat(-87.33654f);
-  const I8 underflows = x < floor;
-  const F8 clipped = max8(floor, x);
-  const F8 magic = splat(12582912.0f);  // rounds to an integer in the adder
-  const F8 shifted = clipped * 1.44269504088896341f + magic;
-  const F8 n = shifted - magic;
-  const F8 r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
-  F8 y = splat(1.9875691500e-4f);
+static FASTKV_INLINE Floats exp_nonpositive(Floats x) {
+  const Floats floor = splat(-87.33654f);
+  const Ints underflows = x < floor;
+  const Floats clipped = max_each(floor, x);
+  const Floats magic = splat(12582912.0f);  // rounds to an integer in the adder
+  const Floats shifted = clipped * 1.44269504088896341f + magic;
+  const Floats n = shifted - magic;
+  const Floats r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats y = splat(1.9875691500e-4f);
   y = y * r + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * (r * r) + r + 1.0f;
-  const F8 power = (F8)(((I8)shifted - (I8)magic + 127) << 23);  // 2^n
-  return (F8)((I8)(y * power) & ~underflows);
+  const Floats power = (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);  // 2^n
+  return (Floats)((Ints)(y * power) & ~underflows);
 }
 
 }  // namespace fastkv::FASTKV_ISA

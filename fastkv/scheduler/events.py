@@ -9,10 +9,11 @@ ZeroMQ sockets. The format is vLLM's, so that its routers understand it:
     BlockRemoved(block_hashes, medium)
     AllBlocksCleared()
 
-Events are arrays that start with their name, as vLLM sends them up to 0.2x, or maps with "type" (`shape="map"`), as it
-does since; a batch is an array in both. A block hash is the block's prefix digest (core.digest): 32 bytes, or with
-`int_hashes` its last 64 bits as an integer. medium is "GPU" for the device level and "CPU" for the host level; a block
-is gone when it was removed from every medium that it was stored in.
+Events are maps with their name as "type", as vLLM and SGLang send them now, or arrays that start with it
+(`shape="array"`), as vLLM did up to 0.2x; a batch is an array in both. A block hash is the block's prefix digest
+(core.digest): 32 bytes as vLLM sends them, or with `int_hashes` its last 64 bits as an integer, as SGLang does. medium
+is "GPU" for the device level and "CPU" for the host level; a block is gone when it was removed from every medium that it
+was stored in.
 """
 
 from __future__ import annotations
@@ -160,28 +161,41 @@ class EventStream:
             publisher.close()
 
 
-def encode_batch(batch: EventBatch, *, shape: str = "array", int_hashes: bool = False) -> bytes:
+def encode_batch(batch: EventBatch, *, shape: str = "map", int_hashes: bool = False) -> bytes:
     """A batch as MessagePack.
 
     Args:
         batch: with digests as hashes.
-        shape: "array" or "map", see the module's header.
+        shape: "map" or "array", see the module's header.
         int_hashes: hashes as integers of 64 bits.
     """
-    if shape not in ("array", "map"):
-        raise ConfigError(f"unknown event shape {shape!r}; allowed: array, map")
+    if shape not in ("map", "array"):
+        raise ConfigError(f"unknown event shape {shape!r}; allowed: map, array")
     events = [_with_int_hashes(event) for event in batch.events] if int_hashes else list(batch.events)
     body: list[Any] = [_as_map(event) for event in events] if shape == "map" else [*events]
     return _encoder.encode((batch.ts, body, batch.data_parallel_rank))
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """The batch in data, of shape "array"."""
-    return _decoder.decode(data)
+    """The batch in data, of either shape.
+
+    Raises:
+        msgspec.ValidationError: it is no batch of events.
+    """
+    ts, events, *rest = msgspec.convert(msgspec.msgpack.decode(data), tuple[float, list[Any], Any])
+    return msgspec.convert((ts, [_as_array(event) for event in events], *rest), EventBatch)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(EventBatch)
+_KINDS = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+def _as_array(event: Any) -> Any:
+    if not isinstance(event, dict):
+        return event
+    name = event.get("type")
+    fields = _KINDS[name].__struct_fields__ if name in _KINDS else ()
+    return [name, *(event.get(field) for field in fields)]
 
 
 def _as_int(digest: BlockHash | None) -> int | None:
@@ -230,7 +244,7 @@ class ZmqPublisher:
         topic: str = "",
         keep_batches: int = 10_000,
         max_queue: int = 100_000,
-        shape: str = "array",
+        shape: str = "map",
         int_hashes: bool = False,
     ) -> None:
         try:

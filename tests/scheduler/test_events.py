@@ -132,7 +132,7 @@ BATCH = EventBatch(
 
 
 def test_encode_batch_array_shape_is_vllms_classic_one():
-    raw = msgspec.msgpack.decode(encode_batch(BATCH))
+    raw = msgspec.msgpack.decode(encode_batch(BATCH, shape="array"))
     assert raw == [
         1.5,
         [
@@ -142,11 +142,24 @@ def test_encode_batch_array_shape_is_vllms_classic_one():
         ],
         0,
     ]
-    assert decode_batch(encode_batch(BATCH)) == BATCH
+
+
+@pytest.mark.parametrize("shape", ["map", "array"])
+def test_decode_batch_reads_both_shapes_and_nothing_else(shape):
+    assert decode_batch(encode_batch(BATCH, shape=shape)) == BATCH
+    for events in (
+        [{"type": "BlockLost"}],
+        [{}],
+        ["BlockRemoved"],
+        [["BlockRemoved", 3, "GPU"]],
+        [{"type": "BlockStored"}],
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            decode_batch(msgspec.msgpack.encode((1.5, events, 0)))
 
 
 def test_encode_batch_map_shape_and_int_hashes():
-    _, events, _ = msgspec.msgpack.decode(encode_batch(BATCH, shape="map", int_hashes=True))
+    _, events, _ = msgspec.msgpack.decode(encode_batch(BATCH, int_hashes=True))
     assert events[0] == {
         "type": "BlockStored",
         "block_hashes": [int.from_bytes(b"a" * 8, "big")],
@@ -161,7 +174,7 @@ def test_encode_batch_map_shape_and_int_hashes():
         {"type": "BlockRemoved", "block_hashes": [int.from_bytes(b"b" * 8, "big")], "medium": "CPU"},
         {"type": "AllBlocksCleared"},
     ]
-    with pytest.raises(ConfigError, match="allowed: array, map"):
+    with pytest.raises(ConfigError, match="allowed: map, array"):
         encode_batch(BATCH, shape="xml")
 
 

@@ -11,9 +11,9 @@ ZeroMQ sockets. The format is vLLM's, so that its routers understand it:
 
 Events are maps with their name as "type", as vLLM and SGLang send them now, or arrays that start with it
 (`shape="array"`), as vLLM did up to 0.2x; a batch is an array in both. A block hash is the block's prefix digest
-(core.digest): 32 bytes as vLLM sends them, or with `int_hashes` its last 64 bits as an integer, as SGLang does. medium
-is "GPU" for the device level and "CPU" for the host level; a block is gone when it was removed from every medium that it
-was stored in.
+(core.digest): 32 bytes as vLLM sends them, or with `int_hashes` its last 64 bits as an integer, which SGLang's readers
+want. medium is "GPU" for the device level and "CPU" for the host level; a block is gone when it was removed from every
+medium that it was stored in.
 """
 
 from __future__ import annotations

@@ -48,6 +48,34 @@ class DeviceCaches:
         self._groups[group] = allocate_group(layers, pool_blocks, self.device)
         return self._groups[group]
 
+    def adopt(self, group: str, pool_blocks: int, tensors: CacheTensors) -> None:
+        """Take tensors that somebody else allocated as the caches of one group.
+
+        Args:
+            group: which.
+            pool_blocks: blocks of the pool.
+            tensors: exactly the group's (layer, role) names; contiguous, in storage dtype and shape, on this device.
+
+        Raises:
+            ConfigError: no such group, allocated already, or a tensor is not what the spec says.
+        """
+        layers = self.spec.group(group)
+        if group in self._groups:
+            raise ConfigError(f"the {group} caches are initialised already; free them before initialising again")
+        wanted = {(layer, role.role): role for layer in layers.layers for role in layers.roles}
+        if tensors.keys() != wanted.keys():
+            raise ConfigError(f"the {group} caches have {len(wanted)} tensors, {len(tensors)} others were given")
+        for (layer, name), role in wanted.items():
+            tensor = tensors[layer, name]
+            given = (str(tensor.dtype).removeprefix("paddle."), list(tensor.shape), _kind(tensor))
+            needed = (role.dtype, list(role.shape(layers.num_blocks(pool_blocks))), self.device.partition(":")[0])
+            if given != needed or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{group} layer {layer} {name.value} is {given[0]} {given[1]} on {given[2]}; kv_cache_quant_type "
+                    f"{self.spec.storage.name} needs contiguous {needed[0]} {needed[1]} on {needed[2]}"
+                )
+        self._groups[group] = dict(tensors)
+
     def tensors(self, group: str) -> CacheTensors:
         """(layer, role) -> tensor of an allocated group.
 
@@ -105,6 +133,10 @@ class DeviceCaches:
         self._groups.clear()
         if self.device != "cpu":
             paddle.device.cuda.empty_cache()
+
+
+def _kind(tensor: paddle.Tensor) -> str:
+    return "cpu" if tensor.place.is_cpu_place() else "gpu"
 
 
 def _static_scales(roles: Mapping[Role, RoleScales]) -> StaticScales:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +120,11 @@ def allocate_host_records(spec: CacheSpec, num_blocks: int, *, pinned: bool) -> 
     return flat.reshape(num_blocks, spec.record_stride_bytes)
 
 
+def tensor_over(memory: ByteArray, role: RoleSpec, shape: Sequence[int]) -> paddle.Tensor:
+    """A CPU tensor of the role's storage dtype over these bytes, without a copy; it keeps them alive."""
+    return from_dlpack(memory).view(getattr(paddle, role.dtype)).reshape(list(shape))
+
+
 def zero_tensors(tensors: Iterable[paddle.Tensor]) -> None:
     """Fill cache tensors with zero bytes, in place."""
     for tensor in tensors:
@@ -133,8 +138,7 @@ def total_bytes(tensors: Iterable[paddle.Tensor]) -> int:
 
 def _allocate_role(role: RoleSpec, num_blocks: int, device: str) -> paddle.Tensor:
     if device == "cpu":
-        flat = from_dlpack(_anonymous_bytes(num_blocks * role.block_bytes))
-        return flat.view(getattr(paddle, role.dtype)).reshape(role.shape(num_blocks))
+        return tensor_over(_anonymous_bytes(num_blocks * role.block_bytes), role, role.shape(num_blocks))
     with paddle.device.device_guard(device):
         return paddle.zeros(role.shape(num_blocks), dtype=getattr(paddle, role.dtype))
 

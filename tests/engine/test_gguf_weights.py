@@ -155,15 +155,17 @@ def test_find_model_that_is_nowhere_says_what_to_do(model: str, message: str) ->
         find_model(model)
 
 
-def test_revision_changes_with_head_of_file_and_with_size(tmp_path: Path, tiny_gguf: Path) -> None:
-    whole, copy = tiny_gguf.read_bytes(), tmp_path / "copy.gguf"
-    copy.write_bytes(whole)
-    revision = model_revision(tiny_gguf)
-    assert len(revision) == 64
-    assert model_revision(copy) == revision
-    copy.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert model_revision(copy) != revision
-    copy.write_bytes(whole + bytes(2 << 20))
-    longer = model_revision(copy)
-    copy.write_bytes(whole + bytes(3 << 20))
-    assert len({revision, longer, model_revision(copy)}) == 3
+@pytest.mark.parametrize("place", [0, 3 << 20, 9 << 20, -1])
+def test_revision_changes_with_every_byte_of_the_file(tmp_path: Path, place: int) -> None:
+    """Two fine-tuned models may share their first megabytes, tokenizer and all, and their size."""
+    whole = bytearray(np.random.default_rng(5).bytes(10 << 20))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    revision = model_revision(path)
+    assert model_revision(path) == revision
+    whole[place] ^= 1
+    path.write_bytes(whole)
+    assert model_revision(path) != revision
+    whole[place] ^= 1
+    path.write_bytes(whole + b"\0")
+    assert model_revision(path) != revision

@@ -9,7 +9,8 @@
     share_{context}        attention and management as per cent of the step; bound: 10
 
 The engine's own planner, manager and worker run, in one process, on SmolLM2 (configs/smollm2.yaml). Only the prompt is
-not computed: its blocks are allocated and published as ever, but hold zeros, which take as long to read as any keys.
+not computed: its blocks are allocated and published as ever, but hold zeros, which take as long to read as any keys
+(written once: pages that never were share one page of the system, which stays in the CPU's caches).
 The bound of the first four rows is reading the weights once (step, model), reading the cache once (attention), and an
 empty call a layer (management), at the machine's rates, measured in turns.
 """
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_cache_quant_type=args.type))
     progress("loading the model")
     worker, floor = ModelWorker(config), AttentionFloor()
+    worker.caches.reset_cache()
     rows: list[Row] = []
     capacity = min(config.model.max_context, worker.ready.num_device_blocks * config.cache.block_size)
     for context in QUICK_CONTEXTS if args.quick else CONTEXTS:

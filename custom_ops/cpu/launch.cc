@@ -161,9 +161,10 @@ std::unique_ptr<int64_t[]> token_positions(const BatchView& batch) {
 // A call should have this many pieces, so that many cores share even one long request. Never derived from the number
 // of threads: a result must not depend on it.
 constexpr int64_t kWantedPieces = 64;
-// Positions of a piece: enough to outweigh a merge, and a multiple of what kernels take at once; for the few rows of a
-// decode step, few enough that float32 sums over them stay exact to about 1e-6.
-constexpr int64_t kMinPiece = 1024;
+// Positions of a piece: enough to outweigh a merge (some 3 us), and a multiple of what kernels take at once; for the
+// few rows of a decode step, few enough that float32 sums over them stay exact to about 1e-6. At 1024 positions of
+// three kv heads, 512 lets two threads share evenly what whole heads do not.
+constexpr int64_t kMinPiece = 512;
 constexpr int64_t kMaxPiece = 8192;
 constexpr int64_t kPieceStep = 64;
 constexpr int64_t kFewRows = 16;
@@ -218,7 +219,7 @@ WorkList list_work(const AttentionParams& p, int64_t tile_rows) {
     work.longest = std::max(work.longest, rows);
     int64_t count = static_cast<int64_t>(size_of(tile) / total * kWantedPieces);
     if (rows <= kFewRows) count = std::max(count, (positions + kMaxPiece - 1) / kMaxPiece);
-    count = std::max<int64_t>(std::min(count, positions / kMinPiece), 1);
+    count = std::max<int64_t>(std::min(count, (positions + kMinPiece / 2) / kMinPiece), 1);
     if (count > 1) {
       work.merges.push_back({tile, work.pieces.size(), count});
       work.partial_floats += count * rows * partial_stride(p.out.dim);

@@ -8,10 +8,11 @@ from __future__ import annotations
 from paddle import Tensor
 
 from fastkv.errors import ConfigError
+from fastkv.ops import _direct
 from fastkv.ops._load import run_op
 from fastkv.ops.batch import AttentionBatch, Rope
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_rows, check_tensor
+from fastkv.ops.checks import check_rows, check_tensor, is_static_graph
 
 
 def append_attention(
@@ -49,10 +50,26 @@ def append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id, slot or position out of range. Nothing has been written then.
     """
+    if not is_static_graph() and not cache.is_latent:
+        layer = cache.view()
+        out = _direct.attend(
+            q,
+            k,
+            v,
+            layer,
+            batch.view(),
+            out_dim=layer.value_dim,
+            softmax_scale=softmax_scale,
+            rope=None if rope is None else rope.view(),
+            window=window,
+            sinks=sinks,
+        )
+        if out is not None:
+            return out
     check_rows(q, "q")
     check_rows(k, "k")
     check_rows(v, "v")
-    if cache.value is None:
+    if cache.is_latent:
         raise ConfigError("append_attention needs a key and a value cache, but got a latent one: mla_append_attention")
     if sinks is not None:
         check_tensor(sinks, "sinks", None, 1, "float32 [num_heads]")
@@ -105,6 +122,11 @@ def mla_append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id or slot out of range. Nothing has been written then.
     """
+    if not is_static_graph() and cache.is_latent:
+        args = (q, latent, None, cache.view(), batch.view())
+        out = _direct.attend(*args, out_dim=kv_lora_rank, softmax_scale=softmax_scale)
+        if out is not None:
+            return out
     check_rows(q, "q")
     check_tensor(latent, "latent", None, 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]")
     if not cache.is_latent:

@@ -26,8 +26,9 @@ from helpers.ops_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv.ops import Rope, append_attention
+from fastkv.ops import Rope, append_attention, attention
 from fastkv.ops import reference as ref
+from fastkv.ops._load import run_op
 from fastkv.ops.reference_codec import to_float32
 
 RAGGED = ([1, 5, 0, 3], [7, 0, 4, 6])
@@ -81,6 +82,41 @@ def test_ragged_batch_matches_reference(rng: np.random.Generator, isa: str, quan
     twin = fill_context(rng, make_twin(rng, quant_type, model_dtype, blocks=12, dim=24), batch)
     out, expected = run_both(rng, twin, batch, group=3)
     assert_close(out, expected, model_dtype)
+
+
+@pytest.mark.parametrize(("quant_type", "model_dtype"), STORAGES)
+@pytest.mark.parametrize("per_head", [False, True], ids=["channel", "head"])
+def test_registered_op_gives_the_bytes_of_the_direct_call(
+    rng: np.random.Generator, quant_type: str, model_dtype: str, per_head: bool
+) -> None:
+    """The Python face goes around Paddle's dispatch; exported programs call the op. Same output, same cache."""
+    batch = make_batch(rng, *RAGGED, block_size=4, num_blocks=12)
+    twin = fill_context(rng, make_twin(rng, quant_type, model_dtype, blocks=12, dim=16, per_head=per_head), batch)
+    tokens, rope = len(batch.slot_mapping), rope_tables(16, "interleaved")
+    q, k, v = (to_paddle(model_rows(rng, (tokens, heads, 16), model_dtype)) for heads in (4, 2, 2))
+    cos, sin, sinks = (to_paddle(x) for x in (rope.cos, rope.sin, rng.standard_normal(4).astype(np.float32)))
+    parts = paddle_batch(batch)
+    inputs = (parts.block_tables, parts.query_start, parts.context_lens, parts.slot_mapping, cos, sin, sinks)
+    options = {"rope": Rope(cos, sin, "interleaved"), "window": 5, "sinks": sinks, "softmax_scale": 0.3}
+    direct = append_attention(q, k, v, twin.layer, parts, **options)
+    written = [to_array(x).copy() for x in (twin.layer.key, twin.layer.value)]
+    for tensor in (twin.layer.key, twin.layer.value):
+        slots = batch.slot_mapping[batch.slot_mapping >= 0]
+        tensor[to_paddle(slots // 4), :, to_paddle(slots % 4)] = 0
+    out = run_op("fastkv_append_attention", q, k, v, *twin.layer.op_inputs, *inputs, quant_type, 0.3, "interleaved", 5)[
+        0
+    ]
+    np.testing.assert_array_equal(to_array(out), to_array(direct))
+    for tensor, expected in zip((twin.layer.key, twin.layer.value), written, strict=True):
+        np.testing.assert_array_equal(to_array(tensor), expected)
+
+
+def test_call_that_fits_needs_no_dispatch(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The direct call is worth nothing if something small makes every call fall back to the op."""
+    batch = make_batch(rng, *RAGGED, block_size=4, num_blocks=12)
+    twin = fill_context(rng, make_twin(rng, "int8", blocks=12, dim=16), batch)
+    monkeypatch.setattr(attention, "run_op", None)
+    run_both(rng, twin, batch, group=2, rope=rope_tables(16, "neox"), window=3, sinks=np.zeros(4, np.float32))
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)

@@ -132,8 +132,9 @@ void Manager::check_allocation(const Request& request, int64_t count, int64_t ro
 int64_t Manager::blocks_needed(std::string_view id, int64_t num_tokens) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Request& request = get(id);
-  if (num_tokens < 0)
-    throw RequestFault("num_tokens " + std::to_string(num_tokens) + " of " + quoted(id) + " must be 0 or more");
+  if (num_tokens < 0 || num_tokens > kMaxTokens)
+    throw RequestFault("num_tokens " + std::to_string(num_tokens) + " of " + quoted(id) + " must be 0 to " +
+                       std::to_string(kMaxTokens));
   return std::max<int64_t>(0, blocks_for(num_tokens, options_.block_size) - request.num_blocks());
 }
 
@@ -155,7 +156,10 @@ int64_t Manager::publish(std::string_view id, int64_t num_computed_tokens) {
                        std::to_string(request.num_blocks()) + " blocks hold " +
                        std::to_string(request.num_blocks() * size));
   if (request.load && num_computed_tokens > request.computed)
-    throw RequestFault("request " + quoted(id) + " waits for blocks from the host; publish when their copy has ended");
+    throw RequestFault("request " + quoted(id) +
+                       (request.load == kFailedLoad
+                            ? " relied on blocks from the host whose copy failed; load them again, or preempt it"
+                            : " waits for blocks from the host; publish when their copy has ended"));
   request.computed = num_computed_tokens;
   const int64_t full = num_computed_tokens / size;
   if (!options_.enable_prefix_caching || request.epoch != epoch_) return request.shared;
@@ -188,9 +192,9 @@ void Manager::claim_known(Request& request, int64_t full) {
 
 void Manager::drop_blocks(Request& request) {
   // Blocks that a load is writing stay with the load.
-  const int64_t own = request.load ? request.path.size() : request.shared;
+  const int64_t own = request.load > 0 ? request.path.size() : request.shared;
   if (own < request.num_blocks()) device_.free(request.table.data() + own, request.num_blocks() - own);
-  if (request.load) transfers_.at(request.load).request = nullptr;
+  if (request.load > 0) transfers_.at(request.load).request = nullptr;
   if (request.priority)
     index_.raise_priority(request.path.data(), request.shared, request.priority, now_s_ + request.ttl_s);
   index_.unhold(request.path.data(), request.path.size());

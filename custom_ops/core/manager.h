@@ -30,7 +30,7 @@ struct ManagerOptions {
   int32_t block_size = 1;
   bool enable_prefix_caching = true;
   Policy policy = Policy::kLru;
-  int64_t max_pinned_blocks = 0;
+  int64_t max_pinned_blocks = 0;  // -1: half of the device blocks
   uint64_t seed = 0;
   uint64_t hash_mask = ~uint64_t{0};
   bool log_events = false;

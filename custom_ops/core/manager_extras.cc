@@ -13,9 +13,9 @@ std::string quoted(std::string_view id) { return "'" + std::string(id) + "'"; }
 bool Manager::try_reserve(std::string_view id, int64_t num_drafts, Row<BlockId>& ids) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
-  if (num_drafts < 0)
+  if (num_drafts < 0 || num_drafts > kMaxTokens)
     throw RequestFault("cannot reserve " + std::to_string(num_drafts) + " drafts for " + quoted(id) +
-                       "; ask for 0 or more");
+                       "; ask for 0 to " + std::to_string(kMaxTokens));
   const int64_t size = options_.block_size;
   const int64_t blocks = (request.num_tokens() + num_drafts + size - 1) / size;
   const int64_t before = request.num_blocks(), count = std::max<int64_t>(0, blocks - before);
@@ -75,10 +75,11 @@ int64_t Manager::pin(std::string_view id, int64_t num_blocks) {
       throw RequestFault("cannot pin blocks of " + quoted(id) + ": nobody can find them");
     fresh += !pinned_.count(request.path[i]);
   }
-  if (static_cast<int64_t>(pinned_.size()) + fresh > options_.max_pinned_blocks)
-    throw RequestFault("pinning " + std::to_string(fresh) + " more blocks passes the limit: " +
-                       std::to_string(pinned_.size()) + " of at most " + std::to_string(options_.max_pinned_blocks) +
-                       " are pinned; unpin a prefix or raise max_pinned_blocks");
+  const int64_t limit = options_.max_pinned_blocks < 0 ? device_.num_blocks() / 2 : options_.max_pinned_blocks;
+  if (static_cast<int64_t>(pinned_.size()) + fresh > limit)
+    throw RequestFault("pinning " + std::to_string(fresh) +
+                       " more blocks passes the limit: " + std::to_string(pinned_.size()) + " of at most " +
+                       std::to_string(limit) + " are pinned; unpin a prefix or raise max_pinned_blocks");
   for (int64_t i = 0; i < num_blocks; ++i) ++pinned_[request.path[i]];
   index_.hold(request.path.data(), num_blocks);
   pins_[next_pin_] = request.path[num_blocks - 1];

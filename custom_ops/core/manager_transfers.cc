@@ -73,7 +73,7 @@ BegunTransfer Manager::begin_load(std::string_view id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Request& request = get(id);
   const int64_t known = request.path.size();
-  if (request.load) throw RequestFault("the host blocks of " + quoted(id) + " are being loaded already");
+  if (request.load > 0) throw RequestFault("the host blocks of " + quoted(id) + " are being loaded already");
   if (request.num_blocks() < known)
     throw RequestFault(quoted(id) + " has " + std::to_string(request.num_blocks()) + " blocks and " +
                        std::to_string(known) + " cached ones; allocate room for them before loading");
@@ -148,7 +148,8 @@ BegunTransfer Manager::end_transfer(int64_t id, int64_t num_landed, bool store) 
   Transfer transfer = std::move(found->second);
   transfers_.erase(found);
   if (transfer.kind == TransferKind::kLoad && transfer.request)
-    transfer.request->load = 0;  // the blocks are the request's; publish makes them findable
+    // The blocks are the request's; publish makes them findable.
+    transfer.request->load = num_landed < static_cast<int64_t>(transfer.nodes.size()) ? kFailedLoad : 0;
   else if (transfer.kind != TransferKind::kStore)
     settle(transfer, num_landed);
   Transfer next;

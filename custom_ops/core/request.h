@@ -21,6 +21,9 @@ struct Span {
   int64_t start, end;
 };
 
+// Request::load when the last one failed: those blocks hold anything, and may not be published.
+constexpr int64_t kFailedLoad = -1;
+
 // The fields that every call touches come first: two cache lines, with the id.
 struct alignas(64) Request {
   std::string id;  // empty: this place of the RequestMap is free
@@ -29,7 +32,7 @@ struct alignas(64) Request {
 
   Row<BlockId> table;
   int64_t computed = 0;  // leading tokens whose KV is in the table's blocks
-  int64_t load = 0;      // the transfer that writes blocks [shared, path.size()) of the table; 0: none
+  int64_t load = 0;      // the transfer that writes blocks [shared, path.size()) of the table; 0: none, or kFailedLoad
   uint64_t epoch = 0;    // of the weights that its blocks are computed with
   int32_t place = 0;     // in the RequestMap
   uint8_t priority = 0;

@@ -12,6 +12,8 @@ namespace fastkv::core {
 
 using BlockId = int32_t;
 using NodeId = int32_t;
+
+constexpr int64_t kMaxTokens = INT32_MAX;  // of a request
 constexpr int32_t kNone = -1;
 
 enum Level : int { kDevice = 0, kHost = 1 };

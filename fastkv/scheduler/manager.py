@@ -95,7 +95,13 @@ def _native(described: _Method) -> _Method:
 
     A Python frame around a call that works for 0.2 us would be a third of its cost.
     """
-    return cast("_Method", getattr(core.Manager, described.__name__))
+    native = getattr(core.Manager, described.__name__, None)
+    if native is None:
+        raise ConfigError(
+            f"the native scheduler core is older than fastkv's Python code (no {described.__name__}); build it again: "
+            "make setup, or pip install --no-build-isolation -e ."
+        )
+    return cast("_Method", native)
 
 
 class CacheManager(core.Manager):
@@ -108,7 +114,7 @@ class CacheManager(core.Manager):
         enable_prefix_caching: off: match finds nothing and publish publishes nothing.
         num_host_blocks: blocks of the host pool.
         policy: which evictable block goes first.
-        max_pinned_blocks: how many blocks pin() may keep; None: half of num_device_blocks, of none while unknown.
+        max_pinned_blocks: how many blocks pin() may keep; None: half of the device blocks that there are.
         record_events: keep a log of stored and removed blocks for take_events().
         clock: seconds; what priorities expire by.
         hash_mask: thins out the fast hash, for tests: 0 makes every block collide, and nothing else changes.
@@ -138,6 +144,8 @@ class CacheManager(core.Manager):
                 f"num_device_blocks {num_device_blocks} must be at least 1 and num_host_blocks {num_host_blocks} "
                 f"at least 0, both at most {most}; change the memory budget"
             )
+        if max_pinned_blocks is not None and max_pinned_blocks < 0:
+            raise ConfigError(f"max_pinned_blocks is {max_pinned_blocks}; give 0 or more, or None for half of the pool")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.policy = parse_policy(policy)
@@ -148,7 +156,7 @@ class CacheManager(core.Manager):
             block_size,
             enable_prefix_caching,
             self.policy.value,
-            (num_device_blocks or 0) // 2 if max_pinned_blocks is None else max_pinned_blocks,
+            -1 if max_pinned_blocks is None else max_pinned_blocks,
             secrets.randbits(64),
             hash_mask,
             record_events,

@@ -194,10 +194,18 @@ class TierManager:
             Until the load is over, publish refuses the requests.
 
         Raises:
-            RequestError: an unknown id, too few blocks, or a load under way.
+            RequestError: an unknown id, too few blocks, or a load under way; nothing was begun.
         """
-        begun = [self.manager._begin_load(request_id) for request_id in request_ids]
-        moves = [move for move in begun if move is not None]
+        moves: list[tuple[int, np.ndarray, np.ndarray]] = []
+        try:
+            for request_id in request_ids:
+                move: _Begun = self.manager._begin_load(request_id)
+                if move is not None:
+                    moves.append(move)
+        except RequestError:
+            for transfer, device, _ in moves:  # nothing was sent, so nothing can fail: as if they had not been asked
+                self.manager._end_transfer(transfer, len(device), False)
+            raise
         if not moves:
             return None
         host, device = (np.concatenate([move[side] for move in moves]) for side in (2, 1))

@@ -299,3 +299,26 @@ def test_open_copies_the_callers_tokens(manager, admit):
     manager.allocate("one", 2)
     manager.publish("one", 8)
     assert admit(manager, "two", EIGHT) == 4
+
+
+def test_counts_of_tokens_past_31_bits_are_refused_and_change_nothing(manager):
+    manager.open("one", EIGHT)
+    for call in (manager.reserve_drafts, manager.blocks_needed):
+        for count in (2**31, 2**63 - 1):
+            with pytest.raises(RequestError, match="2147483647"):
+                call("one", count)
+    assert manager.stats().free == 4
+
+
+def test_pin_limit_follows_a_pool_that_was_profiled_later(admit):
+    manager = CacheManager(None, 4)
+    manager.resize(8)
+    admit(manager, "one", EIGHT)
+    manager.open("again", [*EIGHT, 1])
+    manager.match("again")
+    assert manager.pin("again") is not None
+    manager.open("more", list(range(50, 75)))
+    manager.allocate("more", 6)
+    manager.publish("more", 24)
+    with pytest.raises(RequestError, match="2 of at most 4 are pinned"):
+        manager.pin("more")

@@ -52,7 +52,7 @@ class RunnerCache:
                 f"share_as works for caches on a CPU, not on {device}; pass the tensors on by Paddle's own means and "
                 "take them with RunnerCache.attach_tensors"
             )
-        self._adopt_shared(SharedCaches(share_as, spec, num_blocks, owner=True))
+        self._adopt_shared(SharedCaches(share_as, spec, num_blocks, static_scales, owner=True))
 
     @classmethod
     def attach(
@@ -65,7 +65,7 @@ class RunnerCache:
         """
         caches = cls.__new__(cls)
         caches._describe(spec, num_blocks, "cpu", static_scales)
-        caches._adopt_shared(SharedCaches(name, spec, num_blocks, owner=False))
+        caches._adopt_shared(SharedCaches(name, spec, num_blocks, static_scales, owner=False))
         return caches
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import paddle
 import pytest
 from helpers.toy import toy_config
 
 from fastkv import ConfigError, RunnerCache
-from fastkv.core.spec import CacheSpec
+from fastkv.core.scales import RoleScales
+from fastkv.core.spec import CacheSpec, Role
 from fastkv.worker.shared_caches import SHARED_MEMORY
 
 OWNER = """
@@ -29,7 +32,6 @@ for group in spec.groups:
 print("ready", flush=True)
 sys.stdin.readline()
 print(cache.flat_list()[0].view("uint8").numpy().max(), flush=True)
-cache.free_cache()
 """
 
 
@@ -82,25 +84,71 @@ def test_attach_sees_the_owners_bytes_and_the_owner_those_of_who_attached(
         RunnerCache.attach(spec, 4, name)
 
 
-def test_attach_with_another_type_is_refused_with_both_dtypes(name: str) -> None:
-    """The founding fault, between processes: one allocates in the model's dtype, the other reads uint8."""
-    with owner(name, "gqa", ""):
-        with pytest.raises(ConfigError, match=r"'bfloat16'.*'uint8'.*same config"):
-            RunnerCache.attach(spec_of("gqa", "int8"), 4, name)
-        with pytest.raises(ConfigError, match=r"\[4, .*\[5, .*same config"):
-            RunnerCache.attach(spec_of("gqa", ""), 5, name)
+def test_attach_with_another_config_is_refused_with_both_values(name: str) -> None:
+    """The founding fault, between processes: one allocates in the model's dtype, the other reads uint8 codes."""
+    with owner(name, "gqa", "int8"):
+        for quant_type in ("", "int8_zp", "float8_e4m3fn"):  # the latter two store the same shapes of uint8
+            with pytest.raises(ConfigError, match=f"kv_cache_quant_type int8 where this config has {quant_type}"):
+                RunnerCache.attach(spec_of("gqa", quant_type), 4, name)
+        with pytest.raises(ConfigError, match=r"\[4, .* where this config has .*\[5, .*same config"):
+            RunnerCache.attach(spec_of("gqa", "int8"), 5, name)
+        with pytest.raises(ConfigError, match="number of tensors 6 where this config has 4"):
+            RunnerCache.attach(toy_config(quant_type="int8", manager="v0", mtp=False).cache_spec(), 4, name)
 
 
-def test_attach_after_the_owner_was_killed_is_refused_and_the_name_is_free(name: str) -> None:
+def test_attach_with_other_static_scales_is_refused(name: str) -> None:
+    spec = spec_of("gqa", "int8")
+    scales = {0: {Role.KEY: RoleScales(np.ones(2, dtype=np.float32), None)}}
+    made = RunnerCache(spec, 4, static_scales=scales, share_as=name)
+    RunnerCache.attach(spec, 4, name, scales)
+    with pytest.raises(ConfigError, match="static scales [0-9a-f]{64} where this config has None"):
+        RunnerCache.attach(spec, 4, name)
+    other = {0: {Role.KEY: RoleScales(np.full(2, 2, dtype=np.float32), None)}}
+    with pytest.raises(ConfigError, match="static scales"):
+        RunnerCache.attach(spec, 4, name, other)
+    made.free_cache()
+
+
+def test_name_of_a_killed_owner_is_free_and_who_is_attached_keeps_the_old_memory(name: str) -> None:
     spec = spec_of("gqa", "int8")
     with owner(name, "gqa", "int8") as process:
+        attached = RunnerCache.attach(spec, 4, name)
         process.send_signal(signal.SIGKILL)
         process.wait()
         with pytest.raises(ConfigError, match="is gone"):
             RunnerCache.attach(spec, 4, name)
     again = RunnerCache(spec, 4, share_as=name)
+    attached.flat_list()[0][...] = 77
     assert not any(tensor.numpy().any() for tensor in again.flat_list())
-    again.free_cache()
+    smaller = RunnerCache(spec, 1, share_as=f"{name}-b")
+    assert attached.flat_list()[-1].numpy().any()
+    for cache in (again, smaller):
+        cache.free_cache()
+
+
+def test_attach_while_the_owner_starts_says_so(name: str) -> None:
+    made = RunnerCache(spec_of("gqa", "int8"), 4, share_as=name)
+    for page in (bytes(1 << 20), b'{"kv_cache'.ljust(1 << 20)):  # nothing yet; half a page
+        with (SHARED_MEMORY / f"fastkv-{name}").open("r+b") as file:
+            file.write(page)
+        with pytest.raises(ConfigError, match="are not ready"):
+            RunnerCache.attach(spec_of("gqa", "int8"), 4, name)
+    made.free_cache()
+
+
+def test_owner_that_ends_or_fails_leaves_nothing_behind(name: str) -> None:
+    spec, path = spec_of("gqa", "int8"), SHARED_MEMORY / f"fastkv-{name}"
+    with pytest.raises(ConfigError, match="at least 1 block, got 0"):
+        RunnerCache(spec, 0, share_as=name)
+    assert not path.exists()
+    with owner(name, "gqa", "int8") as process:
+        assert path.exists()
+        process.communicate("\n", timeout=60)  # without free_cache
+    assert not path.exists()
+    made = RunnerCache(spec, 4, share_as=name)
+    del made
+    gc.collect()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "x" * 300])

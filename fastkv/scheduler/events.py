@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -144,14 +145,24 @@ class EventStream:
         return lambda: self._subscribers.remove(callback)
 
     def flush(self) -> int:
-        """Hand on what happened since the last call. Returns the number of events."""
+        """Hand on what happened since the last call. Returns the number of events.
+
+        Everybody gets the batch, also when a subscriber raises; its error is raised afterwards (the last one, with the
+        others as its context).
+        """
         events = self._take()
+        errors: list[Exception] = []
         if events:
             batch = EventBatch(time.time(), events, self._rank)
-            for subscriber in list(self._subscribers):
-                subscriber(batch)
-            for publisher in self._publishers:
-                publisher.publish(batch)
+            for deliver in (*self._subscribers, *(publisher.publish for publisher in self._publishers)):
+                try:
+                    deliver(batch)
+                except Exception as error:  # a stranger's code; nobody else may miss the batch for it
+                    errors.append(error)
+        for earlier, later in pairwise(errors):
+            later.__context__ = earlier
+        if errors:
+            raise errors[-1]
         return len(events)
 
     def close(self) -> None:
@@ -229,7 +240,8 @@ class ZmqPublisher:
         replay_endpoint: ROUTER socket for replays; None for none.
         topic: first frame of every message.
         keep_batches: how many batches can be replayed.
-        max_queue: batches that may wait to be sent; publish drops and counts what comes after.
+        max_queue: batches that may wait to be sent; publish drops and counts what comes after. A dropped batch leaves a
+            gap in the sequence numbers that no replay fills: its readers have to forget what they know.
         shape, int_hashes: as encode_batch.
 
     Raises:
@@ -253,7 +265,8 @@ class ZmqPublisher:
             raise ConfigError("KV events over ZeroMQ need pyzmq; install it: pip install 'fastkv[events]'") from error
         encode_batch(EventBatch(0.0, []), shape=shape)
         self._shape, self._int_hashes, self._topic = shape, int_hashes, topic.encode()
-        self._queue: queue.Queue[EventBatch | None] = queue.Queue(max_queue)
+        self._queue: queue.Queue[tuple[int, EventBatch] | None] = queue.Queue(max_queue)
+        self._next_sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep_batches)
         self._again, self._poll_in = zmq.Again, zmq.POLLIN
         self.dropped_batches = 0
@@ -277,9 +290,10 @@ class ZmqPublisher:
     def publish(self, batch: EventBatch) -> None:
         """Queue a batch; never blocks."""
         try:
-            self._queue.put_nowait(batch)
+            self._queue.put_nowait((self._next_sequence, batch))
         except queue.Full:
             self.dropped_batches += 1
+        self._next_sequence += 1
 
     def close(self) -> None:
         """Send what is queued and close the sockets."""
@@ -288,19 +302,18 @@ class ZmqPublisher:
         self._context.destroy(linger=200)
 
     def _run(self) -> None:
-        sequence = 0
         while True:
             self._answer_replays()
             try:
-                batch = self._queue.get(timeout=0.05)
+                queued = self._queue.get(timeout=0.05)
             except queue.Empty:
                 continue
-            if batch is None:
+            if queued is None:
                 return
+            sequence, batch = queued
             data = encode_batch(batch, shape=self._shape, int_hashes=self._int_hashes)
             self._kept.append((sequence, data))
             self._pub.send_multipart((self._topic, struct.pack(">q", sequence), data))
-            sequence += 1
 
     def _answer_replays(self) -> None:
         while self._replay is not None and self._replay.poll(0, self._poll_in):

@@ -124,6 +124,24 @@ def test_event_stream_hands_batches_to_subscribers(recorded, admit):
     stream.close()
 
 
+def test_event_stream_gives_everybody_the_batch_when_a_subscriber_raises(recorded, admit):
+    first, last = [], []
+
+    def broken(name: str) -> None:
+        raise ValueError(name)
+
+    stream = EventStream(recorded.take_events)
+    for subscriber in (first.append, lambda _: broken("one"), lambda _: broken("two"), last.append):
+        stream.subscribe(subscriber)
+    admit(recorded, "one", EIGHT)
+    with pytest.raises(ValueError, match="two") as caught:
+        stream.flush()
+    assert str(caught.value.__context__) == "one"
+    assert len(first) == 1
+    assert first == last
+    assert stream.flush() == 0
+
+
 BATCH = EventBatch(
     1.5,
     [BlockStored([b"a" * 32], None, [1, 2], 2, 7, "GPU", "ad"), BlockRemoved([b"b" * 32], "CPU"), AllBlocksCleared()],
@@ -222,3 +240,28 @@ def test_zmq_publisher_that_cannot_bind_says_so():
     pytest.importorskip("zmq")
     with pytest.raises(ConfigError, match="cannot bind nonsense"):
         ZmqPublisher("nonsense")
+
+
+def test_zmq_publisher_that_drops_batches_leaves_a_gap_in_their_numbers():
+    zmq = pytest.importorskip("zmq")
+    publisher = ZmqPublisher("tcp://127.0.0.1:0", topic="kv", max_queue=3)
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.rcvtimeo = 10_000
+    sub.connect(publisher.endpoint)
+    sub.subscribe(b"kv")
+    time.sleep(0.3)
+    numbers = list[int]()
+    try:
+        for _ in range(2000):
+            publisher.publish(BATCH)
+        time.sleep(0.3)  # the queue drains, so this one is not dropped
+        publisher.publish(BATCH)
+        while not numbers or numbers[-1] < 2000:
+            numbers.append(struct.unpack(">q", sub.recv_multipart()[1])[0])
+        assert publisher.dropped_batches
+        assert numbers == sorted(set(numbers))
+        assert numbers[-1] + 1 - len(numbers) == publisher.dropped_batches
+    finally:
+        context.destroy(linger=0)
+        publisher.close()

@@ -14,7 +14,8 @@ PADDLE := paddlepaddle==3.3.1
 NATIVE := setup.py $(shell find custom_ops -name '*.h' -o -name '*.cc')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format sanitize bench bench-scheduler bench-attention bench-tiers clean distclean
+.PHONY: help setup demo test lint format sanitize clean distclean
+.PHONY: bench bench-scheduler bench-attention bench-tiers bench-end_to_end
 
 help:
 	@sed -n '3,10s/^# \{0,1\}//p' Makefile
@@ -62,10 +63,10 @@ sanitize:
 
 # One line of flags for every benchmark: make bench-scheduler BENCH="--quick --json"
 BENCH ?= --quick
-bench-scheduler bench-attention bench-tiers: bench-%: setup
+bench-scheduler bench-attention bench-tiers bench-end_to_end: bench-%: setup
 	@$(BIN)/python benchmarks/$*.py $(BENCH)
 
-bench: bench-scheduler bench-attention bench-tiers
+bench: bench-scheduler bench-attention bench-tiers bench-end_to_end
 
 clean:
 	rm -rf build dist *.egg-info fastkv/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv/.native

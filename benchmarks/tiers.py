@@ -40,7 +40,7 @@ from fastkv.engine.llm import LLM  # noqa: E402
 
 # record -> (layers, KV heads, head_dim), keys and values in float32, blocks of 16 tokens
 SIZES = {"64KiB": (4, 2, 64), "1MiB": (16, 4, 128), "4MiB": (32, 8, 128)}
-MOVED_BYTES = 32 << 20  # of one measurement
+MOVED_BYTES = 64 << 20  # of one measurement
 POOL_BYTES = 256 << 20  # of each level: far more than any cache
 COPY_TARGET, FILE_TARGET = 0.85, 0.8
 THREADS = 2

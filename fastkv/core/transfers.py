@@ -150,5 +150,5 @@ def check_plan(plan: TransferPlan, num_device_blocks: int, num_host_blocks: int)
                 raise InvariantError(f"{where}: {len(ids)} {level.name} ids for {stage.num_blocks} blocks")
             if int(ids.min()) < 0 or int(ids.max()) >= limits[level]:
                 raise InvariantError(f"{where}: {level.name} ids {ids.tolist()} must lie in [0, {limits[level]})")
-            if level is stage.destination and len(np.unique(ids)) != len(ids):
+            if level is stage.destination and len(set(ids.tolist())) != len(ids):
                 raise InvariantError(f"{where}: {level.name} ids {ids.tolist()} name a destination twice")

@@ -8,7 +8,7 @@ the spec lists can be left out, because the table is made from the spec alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -23,6 +23,11 @@ from fastkv.ops._load import load_ops
 from fastkv.worker.tensors import ByteArray
 
 _MESSAGE_BYTES = 512
+_GROUP_BYTES = 512 << 10  # layers smaller than this land together: telling costs some 10 us
+_PREPARED_BYTES = 4 << 20  # copies that are worth waking a thread in advance
+_LANDED = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+Landed = Callable[[int], None]
 
 
 class Direction(IntEnum):
@@ -44,8 +49,19 @@ class BlockCopier(Protocol):
         """Bytes of one block in one layer."""
         ...
 
-    def copy(self, direction: Direction, device_ids: Ids, host_ids: Ids, layers: range) -> None:
+    def prepare(self, num_blocks: int) -> None:
+        """A copy of so many blocks is about to come."""
+        ...
+
+    def copy(
+        self, direction: Direction, device_ids: Ids, host_ids: Ids, layers: range, landed: Landed | None = None
+    ) -> None:
         """Copy the given layers of device_ids[i] <-> host_ids[i], for all i; returns when the bytes are there.
+
+        Args:
+            direction, device_ids, host_ids: what goes where.
+            layers: consecutive layers.
+            landed: called on this thread, with an ascending number, when the bytes of all layers below it are there.
 
         Raises:
             TransferError: an id out of range; nothing was copied.
@@ -80,6 +96,8 @@ class RecordCopier:
             raise InvariantError(f"host records of shape {host.shape}; the spec wants {spec.record_stride_bytes} bytes")
         self._table = _part_table(spec, tensors, num_device_blocks)
         self._first_part = _first_parts(spec)
+        parts = zip(self._first_part, self._first_part[1:], strict=False)
+        self._layer_bytes = [int(self._table[first:last, 2].sum()) for first, last in parts]
         self._num_device_blocks = num_device_blocks
         self._host, self._tensors = host, dict(tensors)  # keeps the memory alive
         self._library = _library()
@@ -94,9 +112,16 @@ class RecordCopier:
 
     def layer_bytes(self, layer: int) -> int:
         """See BlockCopier."""
-        return int(self._table[self._first_part[layer] : self._first_part[layer + 1], 2].sum())
+        return self._layer_bytes[layer]
 
-    def copy(self, direction: Direction, device_ids: Ids, host_ids: Ids, layers: range) -> None:
+    def prepare(self, num_blocks: int) -> None:
+        """See BlockCopier."""
+        if self._pool is not None and num_blocks * sum(self._layer_bytes) >= _PREPARED_BYTES:
+            self._library.fastkv_copy_pool_prepare(self._pool)
+
+    def copy(
+        self, direction: Direction, device_ids: Ids, host_ids: Ids, layers: range, landed: Landed | None = None
+    ) -> None:
         """See BlockCopier."""
         device_ids, host_ids = (np.ascontiguousarray(ids, dtype=np.int32) for ids in (device_ids, host_ids))
         if len(device_ids) != len(host_ids):
@@ -104,6 +129,20 @@ class RecordCopier:
         if self._pool is None:
             raise TransferError("the copier is closed")
         parts = self._table[self._first_part[layers.start] : self._first_part[layers.stop]]
+        bounds = self._group_bounds(layers, len(device_ids)) if landed is not None else []
+        first_part = (
+            np.array([self._first_part[bound] for bound in bounds], dtype=np.int64) - self._first_part[layers.start]
+        )
+
+        errors: list[Exception] = []
+
+        def tell(num_groups: int) -> None:
+            assert landed is not None
+            try:
+                landed(bounds[num_groups])
+            except Exception as error:  # ctypes would drop it; it is raised when the copy has ended
+                errors.append(error)
+
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         refused = self._library.fastkv_copy_records(
             self._pool,
@@ -117,11 +156,26 @@ class RecordCopier:
             host_ids.ctypes.data,
             len(device_ids),
             int(direction),
+            first_part.ctypes.data if bounds else None,
+            max(0, len(bounds) - 1),
+            _LANDED(tell) if bounds else _LANDED(),
             message,
             _MESSAGE_BYTES,
         )
         if refused:
             raise TransferError(message.value.decode())
+        if errors:
+            raise errors[0]
+
+    def _group_bounds(self, layers: range, num_blocks: int) -> list[int]:
+        """Where groups of layers that land together begin, and where the last one ends."""
+        bounds, size = [layers.start], 0
+        for layer in layers:
+            size += self.layer_bytes(layer) * num_blocks
+            if size >= _GROUP_BYTES or layer == layers[-1]:
+                bounds.append(layer + 1)
+                size = 0
+        return bounds
 
     def close(self) -> None:
         """End the threads; no copy may be running. Legal twice."""
@@ -164,13 +218,13 @@ def _library() -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.fastkv_copy_pool_create.restype = pointer
     library.fastkv_copy_pool_create.argtypes = [ctypes.c_int]
-    library.fastkv_copy_pool_destroy.restype = None
-    library.fastkv_copy_pool_destroy.argtypes = [pointer]
+    for consumer in (library.fastkv_copy_pool_destroy, library.fastkv_copy_pool_prepare):
+        consumer.restype, consumer.argtypes = None, [pointer]
     signature: Iterable[Any] = (
         *(pointer, pointer, number, number),
         *(pointer, number, number),
         *(pointer, pointer, number, ctypes.c_int),
-        *(ctypes.c_char_p, number),
+        *(pointer, number, _LANDED, ctypes.c_char_p, number),
     )
     library.fastkv_copy_records.restype = ctypes.c_int
     library.fastkv_copy_records.argtypes = list(signature)

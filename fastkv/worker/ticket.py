@@ -30,7 +30,9 @@ class Ticket:
 
     def __init__(self, plan: TransferPlan, rank: int, num_layers: int) -> None:
         self.plan, self.rank, self.num_layers = plan, rank, num_layers
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # a layer is ready, or the plan is over
+        self._over = threading.Condition(lock)  # whoever waits for the end is not woken for every layer
         self._ready_layers = 0
         self._ack: TransferAck | None = None
 
@@ -45,8 +47,8 @@ class Ticket:
         Raises:
             TransferError: it is still under way after timeout_s.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ack is not None, _bounded(timeout_s)):
+        with self._over:
+            if not self._over.wait_for(lambda: self._ack is not None, _bounded(timeout_s)):
                 raise self._stalled(timeout_s, None)
             assert self._ack is not None
             return self._ack
@@ -83,6 +85,7 @@ class Ticket:
             assert self._ack is None
             self._ack = TransferAck(self.plan.plan_id, self.rank, failure, landed)
             self._changed.notify_all()
+            self._over.notify_all()
             return self._ack
 
     def _stalled(self, timeout_s: float, layer: int | None) -> TransferError:

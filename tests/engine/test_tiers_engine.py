@@ -21,7 +21,7 @@ from fastkv import Config, RequestError, StorageError, parse_config
 from fastkv.engine.llm import LLM, Generation
 from fastkv.storage import FileConnector
 from fastkv.worker import controller as controller_module
-from fastkv.worker import copy_engine, storage_access
+from fastkv.worker import storage_access
 
 POLICIES = ["write_through", "write_through_selective", "write_back"]
 _rng = np.random.default_rng(17)
@@ -189,7 +189,6 @@ def faulty_copies(monkeypatch: pytest.MonkeyPatch, at: int, what: str) -> list[F
         return made[-1]
 
     monkeypatch.setattr(controller_module, "RecordCopier", make)
-    monkeypatch.setattr(copy_engine, "_LAYER_PIECE_BYTES", 1)  # a copy a layer, so that a load can fail in its middle
     return made
 
 

@@ -138,10 +138,29 @@ class FaultyCopier:
     def layer_bytes(self, layer: int) -> int:
         return self.inner.layer_bytes(layer)
 
+    def prepare(self, num_blocks: int) -> None:
+        self.inner.prepare(num_blocks)
+
     def close(self) -> None:
         self.inner.close()  # type: ignore[attr-defined]
 
-    def copy(self, direction: Direction, device_ids: Any, host_ids: Any, layers: range) -> None:
+    def copy(
+        self,
+        direction: Direction,
+        device_ids: Any,
+        host_ids: Any,
+        layers: range,
+        landed: Callable[[int], None] | None = None,
+    ) -> None:
+        """A load is a call for each layer, so that it can fail in its middle."""
+        if landed is None:
+            self._copy(direction, device_ids, host_ids, layers)
+            return
+        for layer in layers:
+            self._copy(direction, device_ids, host_ids, range(layer, layer + 1))
+            landed(layer + 1)
+
+    def _copy(self, direction: Direction, device_ids: Any, host_ids: Any, layers: range) -> None:
         call, self.calls = self.calls, self.calls + 1
         assert self.gate.wait(30)
         self.log.append((direction, device_ids.tolist(), host_ids.tolist(), layers))

@@ -4,7 +4,8 @@
 #   tests/native/run.sh [rounds]
 # With PLAIN=1 it builds a static program as it would be installed, without sanitizers, and prints its name instead of
 # running it: for another machine, or an emulator of one.
-# No ThreadSanitizer: it does not see the barriers of an OpenMP runtime that was built without it.
+# The kernels run without ThreadSanitizer: it does not see the barriers of an OpenMP runtime that was built without it.
+# Copies of records have threads of their own, and run with it too.
 set -eu
 cd "$(dirname "$0")/../.."
 rounds=${1:-3}
@@ -42,4 +43,10 @@ if [ "$plain" = 1 ]; then
   echo "$build/attention_test"
 else
   OMP_NUM_THREADS=2 "$build/attention_test" "$rounds"
+  for sanitizer in address,undefined thread; do
+    ${CXX:-g++} -std=c++17 -Wall -Wextra -Icustom_ops/include -O1 -g1 -fsanitize=$sanitizer -fno-sanitize-recover=all \
+      -fno-omit-frame-pointer tests/native/records_test.cc custom_ops/cpu/records.cc custom_ops/cpu/stream_copy.cc \
+      custom_ops/cpu/checks.cc -o "$build/records_test-$sanitizer" -pthread
+    "$build/records_test-$sanitizer" $((rounds * 10))
+  done
 fi

@@ -24,9 +24,8 @@ OFFLOAD, LOAD = (Level.DEVICE, Level.HOST), (Level.HOST, Level.DEVICE)
 
 
 @pytest.fixture(autouse=True)
-def one_layer_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy's layers are so small that they would land together, and its blocks leave together."""
-    monkeypatch.setattr(copy_engine, "_LAYER_PIECE_BYTES", 1)
+def one_block_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's blocks are so small that they would leave together."""
     monkeypatch.setattr(copy_engine, "_PIECE_BYTES", 1)
 
 

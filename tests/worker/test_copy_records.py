@@ -16,11 +16,12 @@ from helpers.copies import (
     poison,
     wrong_pieces,
 )
-from helpers.toy import toy_config
+from helpers.toy import toy_config, toy_data
 
-from fastkv import CacheController, ConfigError, InvariantError, TransferError
+from fastkv import CacheController, ConfigError, InvariantError, TransferError, parse_config
+from fastkv.core.spec import Role
 from fastkv.ops._load import force_isa
-from fastkv.worker.records import Direction, RecordCopier, _library
+from fastkv.worker.records import _LANDED, Direction, RecordCopier, _library
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.12 on
 
@@ -72,10 +73,6 @@ def test_copier_equals_the_naive_copy_for_every_layer_range(
     isa: str, head_dim: int, block_size: int, num_blocks: int
 ) -> None:
     """Odd sizes have heads and tails that cannot be streamed; large ones are shared between threads."""
-    from helpers.toy import toy_data
-
-    from fastkv import parse_config
-
     data = toy_data("gqa", quant_type="int8", num_device_blocks=num_blocks, num_host_blocks=num_blocks)
     data["model"]["head_dim"] = head_dim
     data["cache"]["block_size"] = block_size
@@ -100,6 +97,40 @@ def test_copier_equals_the_naive_copy_for_every_layer_range(
     finally:
         force_isa("best")
         copier.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_copier_tells_what_landed_when_it_is_there(threads: int) -> None:
+    data = toy_data("gqa", quant_type="int8", num_device_blocks=48, num_host_blocks=48)
+    data["model"] |= {"head_dim": 64, "num_layers": 6}
+    data["cache"]["block_size"] = 64
+    controller = CacheController(parse_config(data))
+    controller.initialize_all()
+    copier, memory, host = copier_of(controller, threads), device_memory(controller), controller.host_records
+    host[:] = np.random.default_rng(3).integers(0, 256, host.shape, dtype=np.uint8)
+    ids = np.arange(48, dtype=np.int32)
+    for _ in range(20):
+        for array in memory.values():
+            array[:] = 0
+        told: list[int] = []
+
+        def landed(num_layers: int, told: list[int] = told) -> None:
+            told.append(num_layers)
+            part = next(
+                p for p in controller.spec.record_parts if p.layer == num_layers - 1 and p.role.role is Role.VALUE
+            )
+            assert np.array_equal(memory[num_layers - 1, Role.VALUE], host[:, part.offset : part.offset + part.nbytes])
+
+        copier.copy(Direction.TO_DEVICE, ids, ids, range(7), landed)
+        assert told == sorted(set(told))
+        assert told[-1] == 7
+        assert all(
+            np.array_equal(memory[p.layer, p.role.role], host[:, p.offset : p.offset + p.nbytes])
+            for p in controller.spec.record_parts
+        )
+    copier.copy(Direction.TO_DEVICE, ids[:0], ids[:0], range(2, 4), told.append)
+    assert told[-1] == 4  # nothing to copy has landed at once
+    copier.close()
 
 
 def test_copier_id_out_of_range_is_refused_and_nothing_moves() -> None:
@@ -148,7 +179,7 @@ def test_copier_offsets_past_32_bits_reach_the_right_bytes() -> None:
     for direction in Direction:
         refused = _library().fastkv_copy_records(
             None, table.ctypes.data, 1, far + 1, host.ctypes.data, stride, far + 1,
-            ids.ctypes.data, records.ctypes.data, 1, int(direction), message, 512,
+            ids.ctypes.data, records.ctypes.data, 1, int(direction), None, 0, _LANDED(), message, 512,
         )  # fmt: skip
         assert not refused, message.value
         where = (far - 1) * stride + 64 if direction is Direction.TO_HOST else far * stride

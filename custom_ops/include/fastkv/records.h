@@ -40,10 +40,22 @@ class CopyPool;
 CopyPool* make_copy_pool(int threads);
 void free_copy_pool(CopyPool* pool);
 
+/// A large copy comes within some 100 us: one sleeping thread wakes and waits for it, for about as long.
+void prepare_copy(CopyPool* pool);
+
+/// Parts that land together, one group after another, and who is told. Without it all parts are one group.
+struct LandingOrder {
+  const int64_t* first_part = nullptr;  // [num_groups + 1], ascending, from 0 to the number of parts
+  int64_t num_groups = 0;
+  /// Called on the thread that called copy_records, between two pieces of its work, when so many leading groups have
+  /// landed; at last with all of them. The threads do not wait for each other between groups.
+  void (*landed)(int64_t num_groups) = nullptr;
+};
+
 /// For every i < count and every part: block device_ids[i] of the part's tensor <-> record record_ids[i].
 /// Ids are checked first; destinations must differ. pool may be null: then the calling thread copies alone.
 Status copy_records(CopyPool* pool, const RecordPart* parts, int64_t num_parts, int64_t num_device_blocks,
                     const RecordsView& records, const int32_t* device_ids, const int32_t* record_ids, int64_t count,
-                    RecordDirection direction);
+                    RecordDirection direction, const LandingOrder& order = {});
 
 }  // namespace fastkv

@@ -16,6 +16,10 @@
 
 #include "stream_copy.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace fastkv {
 
 namespace {
@@ -51,7 +55,7 @@ class Job {
         device_ids_(device_ids),
         record_ids_(record_ids),
         direction_(direction),
-        copy_(best_copy()),
+        copy_(stream_copy()),
         landed_(landed) {}
 
   /// False if there is no memory.

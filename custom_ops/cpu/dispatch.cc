@@ -30,11 +30,12 @@ void fill_attention(KernelTable* table);
 namespace {
 
 constexpr int kIsaCount = static_cast<int>(Isa::kCount);
-constexpr const char* kIsaNames[] = {"portable", "avx2", "avx2_normal", "avx512"};
+constexpr const char* kIsaNames[] = {"portable", "avx2", "avx2_normal", "avx512", "avx512_vnni"};
 static_assert(sizeof(kIsaNames) / sizeof(kIsaNames[0]) == kIsaCount, "one name an instruction set");
 
 Isa best_isa() {
 #ifdef FASTKV_HAVE_X86
+  if (has_isa(Isa::kAvx512Vnni)) return Isa::kAvx512Vnni;
   if (has_isa(Isa::kAvx512)) return Isa::kAvx512;
   if (has_isa(Isa::kAvx2)) return __builtin_cpu_is("amd") ? Isa::kAvx2 : Isa::kAvx2Normal;
 #endif
@@ -44,7 +45,8 @@ Isa best_isa() {
 KernelTable make_table(Isa isa) {
   KernelTable table{};
 #ifdef FASTKV_HAVE_X86
-  if (isa == Isa::kAvx512) {
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni) {
+    table.dot_products = isa == Isa::kAvx512Vnni;
     avx512::fill_codecs(&table);
     avx512::fill_attention(&table);
     return table;
@@ -82,6 +84,7 @@ bool has_isa(Isa isa) {
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == Isa::kAvx2 || isa == Isa::kAvx2Normal) return has_avx2;
+  if (isa == Isa::kAvx512Vnni) return has_isa(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni");
   if (isa == Isa::kAvx512) {
     return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

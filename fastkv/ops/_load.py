@@ -122,7 +122,8 @@ def force_isa(name: str) -> None:
 
     Args:
         name: "portable"; "avx2", with AVX2, FMA and F16C; "avx2_normal", the same without subnormal operands, which are
-            slow on other CPUs than AMD's; "avx512", with AVX-512 F, BW, VL and DQ; or "best".
+            slow on other CPUs than AMD's; "avx512", with AVX-512 F, BW, VL and DQ; "avx512_vnni", which adds VNNI for
+            integer codes in models of float16 and bfloat16; or "best".
 
     Raises:
         ConfigError: unknown, or not available in this build, on this CPU or under this system.

@@ -239,6 +239,21 @@ void compare(const Problem& problem, const Cache& key, const Cache* value, const
   }
 }
 
+/// Scores as dot products of bytes move a result by no more than the last bit of a half and what dot_codes.h allows.
+void compare_dots(const Case& c, AttentionParams p, const std::vector<char>& out) {
+  std::vector<char> by_floats(out.size());
+  p.out.data = by_floats.data();
+  force_isa(Isa::kAvx512);
+  const Status status = append_attention(p);
+  force_isa(Isa::kAvx512Vnni);
+  if (!status.ok()) fail(c, status.message);
+  for (size_t i = 0; i < out.size(); i += sizeof(uint16_t)) {
+    const double got = to_float(&out[i], c.dtype), want = to_float(&by_floats[i], c.dtype);
+    if (!(std::fabs(got - want) <= std::fabs(want) * 0x1p-10 + 1e-4))
+      fail(c, "dot products: " + std::to_string(got) + " instead of " + std::to_string(want));
+  }
+}
+
 void run(const Case& c) {
   const Problem problem(c);
   Cache key(c.storage, c.dtype, problem.blocks, c.heads, c.block_size, c.dim);
@@ -281,6 +296,7 @@ void run(const Case& c) {
   const Status status = append_attention(p);
   if (!status.ok()) fail(c, status.message);
   compare(problem, key, value.get(), q, out, sinks, p.softmax_scale);
+  if (current_isa() == Isa::kAvx512Vnni && c.dtype == ModelDtype::kFloat16) compare_dots(c, p, out);
 }
 
 /// Codes, scales and decoded values of an instruction set are those of the portable one, bit for bit. Rows have

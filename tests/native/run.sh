@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone test with every
-# instruction set that this CPU has; the test prints which.
+# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone tests, attention with every
+# instruction set that this CPU has; it prints which.
 #   tests/native/run.sh [rounds]
 # With PLAIN=1 it builds a static program as it would be installed, without sanitizers, and prints its name instead of
 # running it: for another machine, or an emulator of one.
@@ -38,10 +38,13 @@ for name in attend_portable codec_portable checks copy_blocks dispatch launch st
   fi
 done
 # shellcheck disable=SC2086
+${CXX:-g++} $flags tests/native/byte_query_test.cc -o "$build/byte_query_test"
+# shellcheck disable=SC2086
 ${CXX:-g++} $flags tests/native/attention_test.cc $objects -o "$build/attention_test"
 if [ "$plain" = 1 ]; then
   echo "$build/attention_test"
 else
+  "$build/byte_query_test"
   OMP_NUM_THREADS=2 "$build/attention_test" "$rounds"
   for sanitizer in address,undefined thread; do
     ${CXX:-g++} -std=c++17 -Wall -Wextra -Icustom_ops/include -O1 -g1 -fsanitize=$sanitizer -fno-sanitize-recover=all \

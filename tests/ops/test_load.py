@@ -66,14 +66,14 @@ def test_supported_isas_are_those_of_the_cpu() -> None:
     if {"avx2", "fma", "f16c"} <= flags:
         expected += ["avx2", "avx2_normal"]
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
-            expected.append("avx512")
+            expected += ["avx512", "avx512_vnni"] if "avx512_vnni" in flags else ["avx512"]
     assert _load.supported_isas() == expected
     assert _load.current_isa() in expected
 
 
 def test_force_isa_refuses_what_the_machine_lacks() -> None:
     supported = _load.supported_isas()
-    missing = [name for name in ("avx2", "avx2_normal", "avx512") if name not in supported]
+    missing = [name for name in ("avx2", "avx2_normal", "avx512", "avx512_vnni") if name not in supported]
     for name in missing:
         with pytest.raises(ConfigError, match=f"instruction set {name} is not available .*one of: portable"):
             _load.force_isa(name)

@@ -48,6 +48,8 @@ struct KernelTable {
   /// Whether multiply-adds of subnormal numbers cost no more than others. So on AMD's Zen (measured on Zen 1: 0.40 ns
   /// either way); Intel's cores take some hundred cycles for each.
   bool fast_subnormals = false;
+  /// Whether scores of integer codes are sums of integers, by VNNI (dot_codes.h).
+  bool dot_products = false;
   EncodeRow encode_row[kStorageCount];  // [kNone] is unused: see store_row
   DecodeRows decode_rows[kStorageCount];
   DecodeRows decode_model_rows[3];  // by ModelDtype, for Storage::kNone

@@ -30,8 +30,8 @@ Status copy_blocks(const BlocksView* tensors, int64_t num_tensors, const int64_t
                    int64_t num_copies);
 
 /// Instruction sets that kernels were compiled for; kBest asks for the best one that this CPU runs. kAvx2Normal is
-/// kAvx2 for CPUs that are slow with subnormal numbers. kAvx512 is AVX-512 F, BW, VL and DQ.
-enum class Isa : int { kBest = -1, kPortable = 0, kAvx2, kAvx2Normal, kAvx512, kCount };
+/// kAvx2 for CPUs that are slow with subnormal numbers. kAvx512 is AVX-512 F, BW, VL and DQ, kAvx512Vnni adds VNNI.
+enum class Isa : int { kBest = -1, kPortable = 0, kAvx2, kAvx2Normal, kAvx512, kAvx512Vnni, kCount };
 
 /// Its name, for people and for Python.
 const char* isa_name(Isa isa);

@@ -7,7 +7,8 @@
 #pragma once
 
 #include "fastkv/attend.h"
-#include "fastkv/rows.h"
+#include "fastkv/dot_codes.h"
+#include "fastkv/fold.h"
 
 namespace fastkv::FASTKV_ISA {
 
@@ -32,6 +33,7 @@ struct RowChunk {
 
 struct RowScratch {
   int64_t dk, dv;  // padded to whole vectors
+  int64_t dq;      // floats that one row's query takes, in lane order or as bytes
   float *natural, *q, *out, *result, *scores, *maximum, *sum, *factor, *constant, *shrink;
   float *key_scale, *key_zero, *value_scale, *value_zero, *value_carry, *value_offset, *value_factor, *keys, *values;
   int32_t *key_order, *value_order;
@@ -39,10 +41,11 @@ struct RowScratch {
   RowScratch(const AttentionParams& p, int64_t rows, Carver* carver) {
     dk = round_up(p.key.dim, kLanes);
     dv = round_up(p.out.dim, kLanes);
+    dq = larger(dk, byte_query_floats(p.key.dim));
     natural = carver->take(rows * dk);
-    q = carver->take(rows * dk);
+    q = carver->take(rows * dq);
     out = carver->take(rows * dv);
-    result = carver->take(dv + kLanes);
+    result = carver->take(larger(dk, dv) + kLanes);
     scores = carver->take(kMaxChunk * 4 + kLanes);  // up to four lanes a position, and a last step
     for (float** state : {&maximum, &sum, &factor, &constant, &shrink}) *state = carver->take(rows + kLanes);
     for (float** scale : {&key_scale, &key_zero}) *scale = carver->take(dk);
@@ -86,61 +89,6 @@ class KeepSubnormals {
 #endif
 };
 
-/// What soft-max needs to turn raw scores into weights.
-struct FoldTerms {
-  const float* factor;  // score = raw * factor[r] + constant[r], times key_scale of the position
-  const float* constant;
-  const float* key_scale;    // null: none
-  const float* value_scale;  // null: none; else joins the weight
-  float weight_factor;       // joins the weight
-};
-
-/// Folds raw scores of R rows into their running maximum and sum; leaves weights in place of the scores, and the
-/// factors for what was summed before.
-template <int R>
-static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, float* maximum, float* sum, float* shrink) {
-  constexpr int T = kStep<R>;
-  Floats factor, constant, old_maximum;
-  for (int l = 0; l < kLanes; ++l) {
-    const int r = l / T < R ? l / T : R - 1;
-    factor[l] = terms.factor[r];
-    constant[l] = terms.constant[r];
-    old_maximum[l] = maximum[r];
-  }
-  const auto by_position = [](const float* x) { return permute(load(x), [](int l) { return l % T; }); };
-  const int64_t steps = (count + T - 1) / T;
-  Floats top = old_maximum;
-  for (int64_t s = 0; s < steps; ++s) {
-    Floats x = load(scores + s * kLanes) * factor + constant;
-    if (terms.key_scale != nullptr) x *= by_position(terms.key_scale + s * T);
-    if (s == steps - 1) {
-      for (int l = 0; l < kLanes; ++l) {
-        if (s * T + l % T >= count) x[l] = minus_infinity();
-      }
-    }
-    store(scores + s * kLanes, x);
-    top = max_each(x, top);
-  }
-  top = max_of_runs<T>(top);
-  // with nothing but -inf so far, subtracting it would give NaN; 0 makes every weight 0
-  const Floats base = select(top == splat(minus_infinity()), splat(0.0f), top);
-  const Floats old_factor = select(old_maximum == base, splat(1.0f), exp_nonpositive(old_maximum - base));
-  Floats total = splat(0.0f);
-  for (int64_t s = 0; s < steps; ++s) {
-    Floats weight = exp_nonpositive(load(scores + s * kLanes) - base);
-    total += weight;
-    weight *= terms.weight_factor;
-    if (terms.value_scale != nullptr) weight *= by_position(terms.value_scale + s * T);
-    store(scores + s * kLanes, weight);
-  }
-  total = sum_of_runs<T>(total);
-  for (int r = 0; r < R; ++r) {
-    maximum[r] = top[r * T];
-    shrink[r] = old_factor[r * T];
-    sum[r] = sum[r] * shrink[r] + total[r * T];
-  }
-}
-
 /// One tile's walk.
 class RowTile {
  public:
@@ -170,16 +118,19 @@ class RowTile {
     key_scales_ = expand_scales(p.key, tile_.task.kv_head, s_.key_scale, s_.key_zero);
     value_scales_ = expand_scales(tile_.value, tile_.task.kv_head, s_.value_scale, s_.value_zero);
     keys_ = find_row_kernels(p.key.quant.storage, p.key.dtype, p.key.dim, tile_.table.fast_subnormals);
+    // the model's dtype is that of the results: a rounded query is far below what they are rounded to
+    if (tile_.table.dot_products && p.out.dtype != ModelDtype::kFloat32) use_dots(p.key.quant.storage, &keys_);
     values_ =
         find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim, tile_.table.fast_subnormals);
+    q_stride_ = s_.dq;
     direct_ = keys_.score[0] != nullptr && values_.score[0] != nullptr;
-    if (direct_) fill_lane_order(keys_, p.key.dim, s_.key_order);
+    if (direct_ && !keys_.takes_bytes) fill_lane_order(keys_, p.key.dim, s_.key_order);
     if (direct_) fill_lane_order(values_, tile_.value.dim, s_.value_order);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       float* q = s_.natural + row * s_.dk;
       tile_.load_query(row, q);
       for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
-      direct_ = direct_ && fold_query(row, q);
+      direct_ = direct_ && (keys_.takes_bytes ? fold_bytes(row, q) : fold_query(row, q));
       s_.maximum[row] = minus_infinity();
       s_.sum[row] = 0.0f;
     }
@@ -189,6 +140,7 @@ class RowTile {
     if (direct_) return;
     keys_ = values_ = row_kernels_of<Float32Lanes>(0.0f, 0);
     s_.q = s_.natural;
+    q_stride_ = s_.dk;
     for (int64_t row = 0; row < tile_.rows; ++row) {
       s_.factor[row] = 1.0f;
       s_.constant[row] = 0.0f;
@@ -199,7 +151,7 @@ class RowTile {
 
   /// The query in lane order with the scales in it; false if that leaves what kernels can work with.
   bool fold_query(int64_t row, const float* natural) {
-    float* q = s_.q + row * s_.dk;
+    float* q = s_.q + row * s_.dq;
     double constant = 0.0;
     float largest = 0.0f;
     bool finite = true;
@@ -229,6 +181,22 @@ class RowTile {
     for (int64_t i = 0; i < s_.dk; ++i) q[i] *= up;
     s_.factor[row] = std::ldexp(1.0f, keys_.unit - shift);
     return exponent < 96;
+  }
+
+  /// The same with the query as two signed bytes a channel (dot_codes.h).
+  bool fold_bytes(int64_t row, const float* natural) {
+    const int64_t dim = tile_.p.key.dim;
+    float* folded = s_.result;
+    double constant = 0.0;
+    for (int64_t i = 0; i < dim; ++i) {
+      folded[i] = key_scales_.scale == nullptr ? natural[i] : natural[i] * key_scales_.scale[i];
+      if (key_scales_.zero_point != nullptr) constant -= static_cast<double>(folded[i]) * key_scales_.zero_point[i];
+    }
+    const ByteQuery query = query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * s_.dq));
+    constant -= static_cast<double>(keys_.offset) * query.step * static_cast<double>(query.sum);
+    s_.factor[row] = query.step;
+    s_.constant[row] = static_cast<float>(constant);
+    return query.is_usable && s_.constant[row] - s_.constant[row] == 0.0f;
   }
 
   /// What finish() needs of each channel: value = (lane sum - left neighbour's * carry - offset * weights) * factor.
@@ -325,10 +293,11 @@ class RowTile {
     job.keys = c.keys + low;
     job.values = c.values + low;
     job.count = high - low;
-    job.key_groups = (direct_ ? tile_.p.key.dim : s_.dk) / keys_.group_dim;
+    job.key_groups = ((direct_ ? tile_.p.key.dim : s_.dk) + keys_.group_dim - 1) / keys_.group_dim;
     job.value_vecs = (direct_ ? tile_.value.dim : s_.dv) / kLanes;
-    job.q = s_.q + row * s_.dk;
-    job.q_stride = s_.dk;
+    job.q = s_.q + row * q_stride_;
+    job.q_stride = q_stride_;
+    job.key_bytes = tile_.p.key.row_bytes;
     job.scores = s_.scores;
     job.out = s_.out + row * s_.dv;
     job.out_stride = s_.dv;
@@ -396,6 +365,7 @@ class RowTile {
   RowScales key_scales_, value_scales_;
   RowKernels keys_, values_;
   bool direct_ = false;
+  int64_t q_stride_ = 0;
   int weight_unit_ = 0;  // weights are multiplied by 2^weight_unit_, against tiny lanes
 };
 

@@ -36,7 +36,8 @@ struct RowsJob {
   int64_t count;
   int64_t key_groups;
   int64_t value_vecs;
-  const float* q;  // R rows of q_stride floats, in lane order
+  int64_t key_bytes;  // of a stored key
+  const float* q;     // R rows of q_stride floats, in lane order; or bytes, for kernels that take those
   int64_t q_stride;
   float* scores;  // count / kStep<R> vectors, rounded up
   float* out;     // R rows of out_stride floats, in lane order
@@ -194,11 +195,12 @@ static bool add_rows(const RowsJob& job) {
 struct RowKernels {
   ScoreRows score[kMaxRows] = {};  // [rows - 1]; null: no kernel, rows have to be decoded first
   AddRows add[kMaxRows] = {};
-  int64_t vecs = 1;       // vectors a group: channel order
-  int64_t group_dim = 8;  // channels a group
-  float offset = 0.0f;    // stored code = value + offset
-  int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
-  int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
+  int64_t vecs = 1;          // vectors a group: channel order
+  int64_t group_dim = 8;     // channels a group
+  float offset = 0.0f;       // stored code = value + offset
+  int unit = 0;              // lane = stored code * 2^-unit, but for a carry:
+  bool takes_bytes = false;  // the query is bytes, and groups need not fill the row (dot_codes.h)
+  int carry_bits = 0;        // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
   bool is_tiny() const { return unit > 64; }  // lanes are at or below the smallest normal floats
 };
 
@@ -210,6 +212,7 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
           L::kVecs * kLanes,
           offset,
           unit,
+          false,
           carry_bits};
 }
 

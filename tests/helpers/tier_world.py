@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from helpers.scheduler_events import EventFollower
+
 from fastkv.core.digest import NO_IDENTITY, Identity
 from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure, TransferPlan, check_plan
 from fastkv.scheduler import CacheManager
+from fastkv.scheduler.events import MEDIA
 from fastkv.scheduler.tiers import TierManager, TierOptions
 
 POISON = b"poison"
@@ -85,8 +88,14 @@ class TierWorld:
     def __post_init__(self) -> None:
         self.now = 0.0
         self.manager = CacheManager(
-            self.num_device, self.block_size, num_host_blocks=self.num_host, policy=self.policy, clock=lambda: self.now
+            self.num_device,
+            self.block_size,
+            num_host_blocks=self.num_host,
+            policy=self.policy,
+            record_events=True,
+            clock=lambda: self.now,
         )
+        self.follower = EventFollower()
         lookup = self if self.options.has_storage else None
         self.tiers = TierManager(self.manager, self.options, lookup, clock=lambda: self.now)
         ranks = range(self.options.num_ranks)
@@ -211,11 +220,24 @@ class TierWorld:
             held = [rank.device[block] for block in device] + [rank.host[block] for block in host]
             assert held == digests[: len(held)], f"{name} finds foreign bytes on rank {rank.rank}"
 
+    def check_events(self) -> None:
+        """Whoever followed the events knows what is findable at which level, and it is there on every rank."""
+        self.follower.apply(self.manager.take_events())
+        late = EventFollower()
+        late.apply(self.manager.take_events(everything=True))
+        assert self.follower.media == late.media
+        for medium, level in zip(MEDIA, ("device", "host"), strict=True):
+            said = {digest for digest, media in late.media.items() if medium in media}
+            for rank in self.ranks:
+                if rank.rank not in self.lost:
+                    assert said <= set(getattr(rank, level)), f"rank {rank.rank} does not have what {medium} should"
+
     def check_idle(self) -> None:
         """Nothing is under way and nobody has anything: no block may be held at any level."""
         assert not self.jobs
         assert self.tiers.num_under_way == 0
         self.manager.check_integrity()
+        self.check_events()
         for level in (0, 1):
             assert self.manager._counts(level)[3] == 0, f"level {level} leaks"
         assert self.manager._num_transfers() == 0

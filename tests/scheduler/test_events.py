@@ -8,6 +8,7 @@ import time
 import msgspec
 import pytest
 from helpers.scheduler_events import EventFollower
+from helpers.tier_world import TierWorld
 
 from fastkv.core.digest import Identity, ImageSpan, prefix_digests
 from fastkv.errors import ConfigError
@@ -265,3 +266,29 @@ def test_zmq_publisher_that_drops_batches_leaves_a_gap_in_their_numbers():
     finally:
         context.destroy(linger=0)
         publisher.close()
+
+
+# -- levels --
+
+
+def test_events_demotion_keeps_a_hash_until_its_last_copy_goes():
+    """Kind "events": device to host, out of the device, back, out of the host."""
+    world = TierWorld(num_device=3, block_size=4, num_host=3)
+
+    def media(tokens):
+        world.check_events()
+        return ["".join(sorted(m[0] for m in world.follower.media.get(d, ()))) for d in prefix_digests(tokens, 4)]
+
+    one, two = [1] * 9, [2] * 9
+    world.run("one", one)
+    assert media(one) == ["CG", "CG"]
+    world.run("two", two)  # takes all device blocks, and one host block: the leaf goes
+    assert media(one) == ["C", ""]
+    assert media(two) == ["CG", "CG"]
+    world.run("one again", one)  # loads the first block, computes the second
+    assert media(one) == ["CG", "CG"]
+    world.tiers.forget_device()
+    assert media(one) == ["C", "C"]
+    world.tiers.forget_device(host_too=True)
+    assert media(one) == media(two) == ["", ""]
+    assert world.follower.media == {}

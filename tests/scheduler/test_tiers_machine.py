@@ -161,6 +161,11 @@ class TierMachine(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         self.world.manager.check_integrity()
 
+    @rule()
+    def read_events(self) -> None:
+        """Kind "events": through duplicates, copies, demotion, failures and updates."""
+        self.world.check_events()
+
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
@@ -206,6 +211,7 @@ def walk(seed: int, write_policy: WritePolicy, policy: str, num_steps: int) -> T
         (100, lambda: machine.carry_out(rng.randint(0, 1), rng.randint(0, 5), -1 if is_calm else rng.randint(-5, 2))),
         (10, lambda: machine.wait(rng.choice([1, 1, 6, 30]))),
         (10, machine.settle),
+        (20, machine.read_events),
     ]
     if not is_calm:
         calls += [(1, machine.update_weights), (2, lambda: machine.sleep(rng.random() < 0.5))]

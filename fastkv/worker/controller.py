@@ -162,11 +162,21 @@ class CacheController:
             self._host = allocate_host_records(self.spec, blocks, pinned=self._caches.device != "cpu")
 
     def initialize_all(self, num_blocks: int | None = None) -> None:
-        """Allocate everything that the config asks for: main, MTP if it speculates, host if it has memory."""
+        """Allocate everything that the config asks for: main, MTP if it speculates, host if it has memory. All or none.
+
+        Raises:
+            ConfigError: initialised already, or not enough memory for all of them together.
+        """
+        if self._host is not None:
+            self.initialize_host_cache()  # refuses
         self.initialize_kv_cache(num_blocks)
-        if self.spec.has_mtp:
-            self.initialize_mtp_kv_cache()
-        self.initialize_host_cache()
+        try:
+            if self.spec.has_mtp:
+                self.initialize_mtp_kv_cache()
+            self.initialize_host_cache()
+        except BaseException:
+            self.free_cache()  # it holds nothing but what was allocated here
+            raise
 
     def get_kv_caches(self) -> dict[str, paddle.Tensor]:
         """Every allocated device tensor by its name, for example "key_caches_0_rank0.device0".
@@ -291,8 +301,8 @@ class CacheController:
             TransferError: copies in flight do not end; nothing was dropped.
         """
         self._drain("free")
-        if self._engine is not None:
-            self._engine.close(self.config.cache.transfer_timeout_s)
+        if self._engine is not None and not self._engine.close(self.config.cache.transfer_timeout_s):
+            raise TransferError("cannot free the caches: the threads that copy do not end")
         if self._copier is not None:
             self._copier.close()
         self._engine = self._copier = self._storage = self._host = None

@@ -45,7 +45,8 @@ class DeviceCaches:
         layers = self.spec.group(group)
         if group in self._groups:
             raise ConfigError(f"the {group} caches are initialised already; free them before initialising again")
-        self._groups[group] = allocate_group(layers, pool_blocks, self.device)
+        held_bytes = sum(self.group_bytes(name) for name in self._groups)
+        self._groups[group] = allocate_group(layers, pool_blocks, self.device, held_bytes)
         return self._groups[group]
 
     def adopt(self, group: str, pool_blocks: int, tensors: CacheTensors) -> None:

@@ -64,13 +64,14 @@ def check_fits(nbytes: int, capacity_bytes: int, what: str, remedy: str) -> None
         raise ConfigError(f"{what} need {nbytes} bytes, which this machine cannot give ({capacity_bytes}); {remedy}")
 
 
-def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTensors:
+def allocate_group(group: LayerGroup, pool_blocks: int, device: str, held_bytes: int = 0) -> CacheTensors:
     """Device tensors of one layer group, zero-filled.
 
     Args:
         group: which layers, roles, dtypes and shapes.
         pool_blocks: blocks of the shared pool; the group's expand ratio is applied here.
         device: "cpu", "gpu" or "gpu:N".
+        held_bytes: of the caches that are there already; all of them have to fit the device.
 
     Returns:
         (global layer id, role) -> contiguous tensor [num_blocks, *block_shape] in the role's storage dtype.
@@ -82,7 +83,9 @@ def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTen
         raise ConfigError(f"a cache needs at least 1 block, got {pool_blocks}")
     num_blocks = group.num_blocks(pool_blocks)
     what, remedy = f"{num_blocks} blocks of the {group.name} caches", "lower cache.device_memory or num_device_blocks"
-    check_fits(num_blocks * group.block_bytes, device_capacity_bytes(device), what, remedy)
+    nbytes = num_blocks * group.block_bytes
+    beside = f", beside {held_bytes} of the other caches," if held_bytes else ""
+    check_fits(nbytes + held_bytes, device_capacity_bytes(device), what + beside, remedy)
     try:
         return {
             (layer, role.role): _allocate_role(role, num_blocks, device)
@@ -90,9 +93,7 @@ def allocate_group(group: LayerGroup, pool_blocks: int, device: str) -> CacheTen
             for role in group.roles
         }
     except (MemoryError, OSError) as error:
-        raise ConfigError(
-            f"{what} need {num_blocks * group.block_bytes} bytes, which {device} cannot give ({error}); {remedy}"
-        ) from error
+        raise ConfigError(f"{what} need {nbytes} bytes, which {device} cannot give ({error}); {remedy}") from error
 
 
 def allocate_host_records(spec: CacheSpec, num_blocks: int, *, pinned: bool) -> ByteArray:

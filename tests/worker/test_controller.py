@@ -152,6 +152,24 @@ def test_controller_too_large_for_the_machine_is_refused_before_a_crash() -> Non
         controller.initialize_host_cache(int(0.6 * blocks))
 
 
+def test_controller_that_could_not_initialise_everything_holds_nothing_and_can_try_again() -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    config = toy_config(num_host_blocks=5)
+    spec = config.cache_spec()
+    controller = CacheController(config)
+    fits_alone = int(0.9 * physical / spec.group("main").block_bytes)  # and MTP has half as many layers
+    with pytest.raises(ConfigError, match="beside .* of the other caches"):
+        controller.initialize_all(fits_alone)
+    with pytest.raises(ConfigError, match="with the device caches"):
+        controller.initialize_all(int(physical / spec.pool_block_bytes))
+    assert (controller.num_blocks, controller.num_host_blocks) == (0, 0)
+    assert controller.group_bytes("main") == controller.group_bytes("mtp") == 0
+    controller.initialize_all()
+    with pytest.raises(ConfigError, match="initialised already"):
+        controller.initialize_all()
+    assert (controller.num_blocks, controller.num_host_blocks) == (4, 5)
+
+
 def test_controller_fraction_is_of_the_machines_memory() -> None:
     config = parse_config(
         {**toy_data(mtp=False, num_host_blocks=0), "cache": {"block_size": 4, "device_memory": 0.001}}

@@ -4,7 +4,8 @@ For engines with more than one rank. A plan is acknowledged when every rank has 
 stalls or dies fails it for all. The TierManager keeps that account; this class gets the messages across.
 
     rank:  alive --no answer in time--> late --its answer comes--> alive       late: asked nothing new meanwhile
-             '------ its process ends ------> lost, for good
+             '-- its process ends, or it
+                 met an unknown error ----> lost, for good: killed, so that no copy of it runs any more
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import count
 from fastkv.core.messages import Poll, PollResult
 from fastkv.core.transfers import TransferPlan
 from fastkv.engine.transport import ProcessWorker
-from fastkv.errors import InvariantError, WorkerError
+from fastkv.errors import FastKVError, InvariantError, WorkerError
 from fastkv.scheduler.tiers import TierManager
 
 
@@ -78,9 +79,15 @@ class RankGroup:
         return not tiers.num_under_way
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers. Raises the first FastKVError that one of them meets, after all have ended."""
+        errors = []
         for worker in self.workers:
-            worker.close()
+            try:
+                worker.close()
+            except FastKVError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _receive(self, rank: int, tiers: TierManager, end_s: float) -> None:
         message = self._asked[rank]
@@ -89,6 +96,9 @@ class RankGroup:
         except WorkerError:
             self._lose(rank, tiers)
             return
+        except FastKVError:
+            del self._asked[rank]
+            raise
         if answer is None:
             return
         del self._asked[rank]
@@ -97,6 +107,8 @@ class RankGroup:
         tiers.acknowledge(answer.acks)
 
     def _lose(self, rank: int, tiers: TierManager) -> None:
+        # A Python exception in a live worker is a WorkerError too, and its copies would go on in blocks that are free.
+        self.workers[rank].kill()
         self.lost.add(rank)
         self._asked.pop(rank, None)
         self._unsent[rank] = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fastkv.core.messages import Done, Poll, PollResult, SetWeightsVersion, Sleep, Wake
 from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure, TransferPlan
-from fastkv.errors import FastKVError
+from fastkv.errors import FastKVError, StorageError
 from fastkv.worker.controller import CacheController
 from fastkv.worker.ticket import Ticket, error_of
 
@@ -79,10 +79,16 @@ class TierWorker:
         return Done(message.plan_id)
 
     def close(self) -> None:
-        """Finish copies, store what is queued, free the caches."""
+        """Finish copies, store what is queued, free the caches. Legal again after an error.
+
+        Raises:
+            TransferError: copies do not end; the memory stays.
+            StorageError: the backend is stuck in a call; what was queued is not stored.
+        """
         storage = self.controller.storage
         try:
             self.controller.free_cache()
         finally:
-            if storage is not None:
-                storage.close()
+            is_closed = storage is None or storage.close()
+        if not is_closed:
+            raise StorageError("the storage backend is stuck in a call; what was queued is not stored", level="STORAGE")

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from fastkv.config import Config
-from fastkv.core.messages import AnyMessage, Failure, PollResult, Shutdown, StepResult, WorkerReady, decode, encode
+from fastkv.core.messages import (
+    AnyMessage,
+    Done,
+    Failure,
+    PollResult,
+    Shutdown,
+    StepResult,
+    WorkerReady,
+    decode,
+    encode,
+)
 from fastkv.core.transfers import TransferAck
 from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
 from fastkv.errors import (
@@ -32,6 +42,8 @@ from fastkv.errors import (
 
 if TYPE_CHECKING:
     from fastkv.engine.worker import ModelWorker
+
+_CLOSE_MARGIN_S = 15.0  # the worker waits for copies, then for storage; it gives up first, and says why
 
 _ERRORS: dict[str, type[FastKVError]] = {
     error.__name__: error
@@ -53,7 +65,11 @@ class WorkerTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the worker's memory and end its process, if it has one. Legal twice."""
+        """Free the worker's memory and end its process, if it has one. Legal twice, and when the worker died before.
+
+        Raises:
+            FastKVError: what the worker could not finish or free.
+        """
         ...
 
 
@@ -83,8 +99,8 @@ class InlineWorker:
     def close(self) -> None:
         """See WorkerTransport."""
         if self._worker is not None:
-            self._worker.handle(Shutdown())
-            self._worker = None
+            _checked(self._worker.handle(Shutdown()))
+            self._worker = None  # not before: a failed close can be repeated
 
 
 class ProcessWorker:
@@ -107,15 +123,15 @@ class ProcessWorker:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
         self._late_acks: tuple[TransferAck, ...] = ()
+        self._close_timeout_s = config.cache.transfer_timeout_s + _CLOSE_MARGIN_S
         try:
             self._connection.send_bytes(msgspec.msgpack.encode((config, rank)))
             ready = _checked(self._next())
+            if not isinstance(ready, WorkerReady):
+                raise InvariantError(f"the worker's first message was {type(ready).__name__}")
         except BaseException:
-            self.close()
+            self.kill()  # it has nothing yet that it could lose
             raise
-        if not isinstance(ready, WorkerReady):
-            self.close()
-            raise InvariantError(f"the worker's first message was {type(ready).__name__}")
         self.ready = ready
 
     @property
@@ -154,16 +170,41 @@ class ProcessWorker:
         return None
 
     def close(self) -> None:
-        """See WorkerTransport."""
-        if not self._connection.closed:
-            with contextlib.suppress(OSError):  # it may be gone already, which is what we want
-                self._connection.send_bytes(encode(Shutdown()))
-            self._connection.close()
+        """See WorkerTransport. A worker that does not answer in time is killed."""
+        if self._connection.closed:
+            self.kill()
+            return
         try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(WorkerError):  # it is gone already, which is what we want
+                self.send(Shutdown())
+            answer = self._last_answer(time.monotonic() + self._close_timeout_s)
+            if answer is not None:
+                _checked(answer)
+        finally:
+            self._connection.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does, and wait until it has ended: then nothing of it runs any more."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _last_answer(self, end_s: float) -> Done | Failure | None:
+        """The answer to Shutdown; older ones that nobody waited for are passed over. None: the process is gone."""
+        try:
+            while self._wait(end_s):
+                answer = self._next()
+                if isinstance(answer, (Done, Failure)) and not answer.plan_id:  # all other messages have an id
+                    return answer
+        except WorkerError:
+            return None
+        raise WorkerError(
+            f"the worker did not close within {self._close_timeout_s:g} s and was killed; what it had queued for "
+            "storage is lost"
+        )
 
     def _with_late_acks(self, answer: AnyMessage) -> AnyMessage:
         if not self._late_acks or not isinstance(answer, (StepResult, PollResult)):

@@ -118,7 +118,12 @@ class ModelWorker:
         geometry = getattr(self.model, "geometry", None)
         rope = {"theta": float(getattr(geometry, "rope_theta", 0.0))}
         namespace = storage_namespace(self.config, self.model.revision, rope)
-        self.caches.attach_storage(open_storage(self.config, namespace, rank))
+        access = open_storage(self.config, namespace, rank)
+        try:
+            self.caches.attach_storage(access)
+        except BaseException:
+            access.close()  # or this process would own the store for good
+            raise
         return namespace.to_json()
 
     def handle(self, message: AnyMessage) -> AnyMessage:
@@ -192,8 +197,8 @@ class ModelWorker:
         return self._tiers
 
     def _shut_down(self) -> None:
-        self._layers = []
         if self._tiers is None:
             self.caches.free_cache()
         else:
             self._tiers.close()
+        self._layers = []

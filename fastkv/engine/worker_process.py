@@ -38,10 +38,9 @@ def main(fd: int) -> int:
         connection.send_bytes(encode(worker.ready))
         while True:
             message = decode(connection.recv_bytes())
-            answer = worker.handle(message)
+            connection.send_bytes(encode(worker.handle(message)))
             if isinstance(message, Shutdown):
                 return 0
-            connection.send_bytes(encode(answer))
     except (EOFError, OSError):
         return 0  # the engine is gone
 

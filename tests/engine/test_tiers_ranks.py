@@ -18,15 +18,17 @@ from helpers.toy import toy_data
 from fastkv import CacheManager, parse_config
 from fastkv.engine.levels import tier_options
 from fastkv.engine.ranks import RankGroup
+from fastkv.errors import ConfigError, TransferError
 from fastkv.scheduler.tiers import TierManager, TierOptions
 
 
 class Pair:
     """Two rank processes, and the scheduler's side of them. A block's content is labelled by its first token."""
 
-    def __init__(self, store: Path, timeout_s: float) -> None:
+    def __init__(self, store: Path, timeout_s: float, copy_timeout_s: float) -> None:
         data = toy_data("gqa", quant_type="block_wise_fp8", tp_size=2, num_device_blocks=4, num_host_blocks=8)
         data["storage"] = {"path": str(store), "max_bytes": "32MiB", "segment_bytes": "1MiB"}
+        data["cache"]["transfer_timeout_s"] = copy_timeout_s
         self.config = parse_config(data)
         self.manager = CacheManager(4, 4, num_host_blocks=8)
         options = tier_options(self.config, has_storage=True, num_ranks=2)
@@ -75,12 +77,12 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Pair]]:
+def make_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     made: list[Pair] = []
 
-    def make(timeout_s: float = 20.0) -> Pair:
-        made.append(Pair(tmp_path / "store", timeout_s))
+    def make(timeout_s: float = 20.0, copy_timeout_s: float = 30.0) -> Pair:
+        made.append(Pair(tmp_path / "store", timeout_s, copy_timeout_s))
         return made[-1]
 
     yield make
@@ -89,7 +91,8 @@ def make_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             if rank not in pair.group.lost:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGCONT)
-        pair.group.close()
+        with contextlib.suppress(TransferError):  # of the test that stalls a copy for good
+            pair.group.close()
 
 
 def test_two_ranks_move_their_own_bytes_and_a_killed_one_fails_the_plan_for_both(
@@ -124,6 +127,47 @@ def test_two_ranks_move_their_own_bytes_and_a_killed_one_fails_the_plan_for_both
     pair.manager.check_integrity()
     assert pair.manager.stats().held == 0
     pair.manager.release("c")
+
+
+def test_rank_that_meets_a_python_error_is_killed_before_its_blocks_are_free(make_pair: Callable[..., Pair]) -> None:
+    """Its process lives, and so did a copy into blocks that the scheduler handed out again."""
+    pair = make_pair()
+    worker = pair.group.workers[1]
+    worker.command("break", "fastkv")  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="on purpose"):  # an error that the rank told of: it is asked again
+        pair.group.poll(pair.tiers)
+    assert pair.group.late == pair.group.lost == set()
+    pair.run("a", 100)
+    pair.run("b", 200)
+    pair.open("c", 100)
+    assert pair.start("c") is not None
+    worker.command("stall")  # type: ignore[attr-defined]
+    worker.command("break", "python")  # type: ignore[attr-defined]
+    pair.group.poll(pair.tiers, 0.05)
+    assert pair.group.lost == {1}
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
+    assert pair.group.settle(pair.tiers, 10)
+    assert "rank 1 is lost" in pair.tiers.stats.last_cause
+    pair.manager.preempt("c")
+    assert pair.manager.stats().held == 0
+    pair.manager.release("c")
+
+
+def test_rank_whose_copy_does_not_end_says_so_when_it_is_closed(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(copy_timeout_s=0.3)
+    pair.run("a", 100)
+    pair.run("b", 200)
+    pair.open("c", 100)
+    assert pair.start("c") is not None
+    pair.group.workers[1].command("stall")  # type: ignore[attr-defined]
+    pair.group.poll(pair.tiers, 0.05)
+    with pytest.raises(TransferError, match="cannot free the caches: 1 transfers do not end"):
+        pair.group.close()
+    for worker in pair.group.workers:  # all have ended nevertheless
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)
+    pair.group.close()
 
 
 def test_rank_that_stalls_past_the_deadline_fails_the_plan_and_its_late_answer_frees_the_blocks(

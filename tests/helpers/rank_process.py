@@ -1,7 +1,8 @@
 """A rank without a model, in a process of its own: python -m helpers.rank_process FD
 
 Serves the messages of fastkv.engine.worker_process that move blocks, and between them commands of the test, as lists:
-fill (block -> label), poison, wrong (block -> label) -> list, stall (the next copy). `RankWorker` is its other end.
+fill (block -> label), poison, wrong (block -> label) -> list, stall (the next copy), break (the next answer is an
+error). `RankWorker` is its other end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,22 @@ from typing import Any
 import msgspec
 
 from fastkv.config import Config
-from fastkv.core.messages import Failure, Poll, SetWeightsVersion, Shutdown, Sleep, Wake, WorkerReady, decode, encode
+from fastkv.core.messages import (
+    AnyMessage,
+    Done,
+    Failure,
+    Poll,
+    SetWeightsVersion,
+    Shutdown,
+    Sleep,
+    Wake,
+    WorkerReady,
+    decode,
+    encode,
+)
 from fastkv.engine.runtime_env import prepare_runtime
 from fastkv.engine.transport import ProcessWorker
-from fastkv.errors import FastKVError
+from fastkv.errors import ConfigError, FastKVError
 
 _COMMAND = b"\xc1"  # never used by MessagePack
 
@@ -44,6 +57,7 @@ def main(fd: int) -> int:
     from fastkv.engine.tier_worker import TierWorker
     from fastkv.worker.storage_access import open_storage, storage_namespace
 
+    broken: list[Exception] = []
     wrap, copiers = faulty(-1, "stall")
     controller = CacheController(config, rank, wrap_copier=wrap)
     controller.initialize_all()
@@ -68,19 +82,30 @@ def main(fd: int) -> int:
                 poison(controller)
             elif name == "wrong":
                 answer = wrong_pieces(controller, dict(args[0]))
+            elif name == "break":
+                broken.append(ZeroDivisionError("on purpose") if args[0] == "python" else ConfigError("on purpose"))
             elif name == "stall":
                 copiers[0].at = copiers[0].calls
             connection.send_bytes(msgspec.msgpack.encode(answer))
             continue
         message = decode(data)
-        if isinstance(message, Shutdown):
-            worker.close()
-            return 0
+        plan_id = getattr(message, "plan_id", 0)
         try:
-            assert isinstance(message, (Poll, SetWeightsVersion, Sleep, Wake))
-            connection.send_bytes(encode(worker.handle(message)))
+            if isinstance(message, Shutdown):
+                worker.close()
+                reply: AnyMessage = Done(plan_id)
+            else:
+                assert isinstance(message, (Poll, SetWeightsVersion, Sleep, Wake))
+                reply = worker.handle(message)
+            if broken:
+                raise broken.pop()
         except FastKVError as error:
-            connection.send_bytes(encode(Failure(message.plan_id, type(error).__name__, str(error))))
+            reply = Failure(plan_id, type(error).__name__, str(error))
+        except Exception as error:  # as ModelWorker.handle
+            reply = Failure(plan_id, "WorkerError", f"{type(error).__name__}: {error}")
+        connection.send_bytes(encode(reply))
+        if isinstance(message, Shutdown):
+            return 0
 
 
 if __name__ == "__main__":

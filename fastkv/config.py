@@ -27,7 +27,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 BlockCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
 HostBlockCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]  # a year; what waits takes no infinity
 Size = int | float | str
 
 
@@ -54,11 +54,13 @@ class ModelConfig(_Section, frozen=True):
 
 
 class SpeculationConfig(_Section, frozen=True):
-    """Layers that draft tokens and keep caches of their own. Dims left at 0 are the main model's."""
+    """Layers that draft tokens and keep caches of their own. Dims left at 0 are the main model's.
+
+    How many tokens are drafted is no matter of the caches: whoever speculates asks for room (reserve_drafts).
+    """
 
     method: Literal["mtp"] = "mtp"
     num_layers: Positive = 1
-    num_draft_tokens: Positive = 1
     block_expand_ratio: Positive = 1
     attention: Literal["mha", "gqa", "mla", "dsa"] | None = None
     num_kv_heads: NonNegative = 0
@@ -92,6 +94,7 @@ class CacheConfig(_Section, frozen=True):
     host_memory: Size | None = None
     num_host_blocks: HostBlockCount | None = None
     enable_prefix_caching: bool = True
+    eviction_policy: Literal["lru", "2q"] = "lru"  # see fastkv.scheduler.policy; `fastkv replay` compares them
     # when a block is copied to the host: once it is computed, once it was found often enough, or when it must leave
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     write_through_threshold: Positive = 2  # of write_through_selective: copied from this many matches on
@@ -116,6 +119,16 @@ class StorageConfig(_Section, frozen=True):
     cooldown_s: Seconds = 5.0  # ... for this long
 
 
+class KVEventsConfig(_Section, frozen=True):
+    """Tell others which blocks can be found, for cache-aware routing; see fastkv.scheduler.events."""
+
+    endpoint: str | None = None  # where a ZeroMQ PUB socket binds; None: only for callbacks in this process
+    replay_endpoint: str | None = None  # where batches can be asked for again
+    topic: str = ""
+    shape: Literal["map", "array"] = "map"
+    int_hashes: bool = False
+
+
 class SchedulerConfig(_Section, frozen=True):
     """Continuous batching."""
 
@@ -133,6 +146,7 @@ class Config(_Section, frozen=True):
     device: DeviceConfig = DeviceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     storage: StorageConfig | None = None
+    kv_events: KVEventsConfig | None = None
     base_dir: str = "."  # relative file names in the config start here
 
     def cache_spec(self) -> CacheSpec:
@@ -252,25 +266,33 @@ def _check(config: Config) -> None:
             f"parallel.tensor_parallel_size {config.parallel.tensor_parallel_size} must divide "
             f"model.num_attention_heads {model.num_attention_heads}"
         )
-    if cache.manager == "v0" and (cache.host_memory or cache.num_host_blocks):
+    _check_memory(config)
+    if cache.manager == "v0" and _has_host(cache):
         raise ConfigError(
             "cache.manager v0 owns device caches only; remove cache.host_memory and cache.num_host_blocks or use v1"
         )
-    if isinstance(config.device.memory, float):
-        raise ConfigError(
-            f"device.memory {config.device.memory} must be a size such as 80GiB: it is what fractions are of"
-        )
     if config.storage is not None:
         _check_storage(config.storage, cache)
-    if cache.host_memory is not None and isinstance(cache.host_memory, float):
-        raise ConfigError(f"cache.host_memory {cache.host_memory} must be a size such as 4GiB, not a fraction")
-    if (cache.device_memory is None) == (cache.num_device_blocks is None):
-        raise ConfigError("give exactly one of cache.device_memory and cache.num_device_blocks")
+    if config.kv_events is not None:
+        _check_kv_events(config.kv_events, cache)
     if config.scheduler.max_batch_tokens < config.scheduler.max_batch_size:
         raise ConfigError(
             f"scheduler.max_batch_tokens {config.scheduler.max_batch_tokens} is below scheduler.max_batch_size "
             f"{config.scheduler.max_batch_size}: every decoding request takes one token of a step"
         )
+    config.cache_spec()
+
+
+def _check_memory(config: Config) -> None:
+    cache = config.cache
+    if isinstance(config.device.memory, float):
+        raise ConfigError(
+            f"device.memory {config.device.memory} must be a size such as 80GiB: it is what fractions are of"
+        )
+    if isinstance(cache.host_memory, float):
+        raise ConfigError(f"cache.host_memory {cache.host_memory} must be a size such as 4GiB, not a fraction")
+    if (cache.device_memory is None) == (cache.num_device_blocks is None):
+        raise ConfigError("give exactly one of cache.device_memory and cache.num_device_blocks")
     for key, value in (
         ("device.memory", config.device.memory),
         ("cache.device_memory", cache.device_memory),
@@ -279,11 +301,16 @@ def _check(config: Config) -> None:
         if value is not None:
             with at(key):
                 MemoryBudget.parse(value)
-    config.cache_spec()
+
+
+def _has_host(cache: CacheConfig) -> bool:
+    """Whether there is a host pool: "0" and 0 bytes are none."""
+    has_memory = cache.host_memory is not None and MemoryBudget.parse(cache.host_memory).resolve(None) > 0
+    return has_memory or bool(cache.num_host_blocks)
 
 
 def _check_storage(storage: StorageConfig, cache: CacheConfig) -> None:
-    if not (cache.host_memory or cache.num_host_blocks):
+    if not _has_host(cache):
         raise ConfigError(
             "storage: records pass through the host cache, and there is none; set cache.host_memory (with "
             "cache.manager v1) or remove the storage section"
@@ -297,6 +324,15 @@ def _check_storage(storage: StorageConfig, cache: CacheConfig) -> None:
         with at(f"storage.{key}"):
             if isinstance(value, float) or MemoryBudget.parse(value).resolve(None) < 1:
                 raise ConfigError(f"{value!r} must be a size of at least 1 byte, such as 4GiB")
+
+
+def _check_kv_events(events: KVEventsConfig, cache: CacheConfig) -> None:
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events: without prefix caching no block can ever be found; set cache.enable_prefix_caching: true"
+        )
+    if events.replay_endpoint is not None and events.endpoint is None:
+        raise ConfigError("kv_events.replay_endpoint replays what kv_events.endpoint sent; set kv_events.endpoint too")
 
 
 def _main_geometry(model: ModelConfig) -> AttentionGeometry:

@@ -108,7 +108,7 @@ class PollResult(Message, frozen=True):
 
 
 class ResetCache(Message, frozen=True):
-    """Ask the worker to zero its caches (a benchmark, or weights that changed)."""
+    """Ask the worker to zero its device and host caches; the scheduler has forgotten what they held."""
 
     plan_id: int
 

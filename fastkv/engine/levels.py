@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from fastkv import CacheManager, Config
-from fastkv.core.messages import AnyMessage, Done, PollResult, SetWeightsVersion, Sleep, Wake, WorkerReady
+from fastkv.core.messages import AnyMessage, Done, PollResult, ResetCache, SetWeightsVersion, Sleep, Wake, WorkerReady
 from fastkv.engine.batcher import Batcher
-from fastkv.errors import InvariantError
+from fastkv.errors import InvariantError, RequestError
 from fastkv.scheduler.tiers import TierManager, TierOptions, WritePolicy
 from fastkv.storage import StorageNamespace, open_lookup
 from fastkv.storage.deadline_lookup import DeadlineLookup
@@ -62,7 +62,7 @@ class Levels:
     """
 
     def __init__(self, config: Config, ready: WorkerReady, manager: CacheManager, call: Call) -> None:
-        self._config, self._call = config, call
+        self._config, self._manager, self._call = config, manager, call
         self._namespace = StorageNamespace.from_json(ready.storage_namespace) if ready.storage_namespace else None
         self._lookup = self._open_lookup()
         self.tiers = TierManager(manager, tier_options(config, has_storage=self._lookup is not None), self._lookup)
@@ -111,17 +111,16 @@ class Levels:
         """The weights changed: nothing older is found at any level.
 
         Raises:
-            RequestError: the version is no non-empty str.
-            StorageError: storage cannot be opened for it; nothing is stored or found there.
+            RequestError: the version is no non-empty str; nothing was changed.
+            StorageError: storage cannot be opened for it; until a later call succeeds nothing is stored or found there.
         """
-        old, self._lookup = self._lookup, None
+        self.tiers.set_weights_version(version)  # first: it refuses bad versions, and whatever fails later costs misses
+        self.close()
         if self._namespace is not None:
             self._namespace = self._namespace.with_weights_version(version)
-            self._lookup = self._open_lookup()
-        self.tiers.set_weights_version(version, self._lookup)
-        if old is not None:
-            old.close()
         self._expect_done(SetWeightsVersion(batcher.new_plan_id(), version))
+        self._lookup = self._open_lookup()
+        self.tiers.use_lookup(self._lookup)
 
     def sleep(self, batcher: Batcher, *, release_host: bool) -> None:
         """Give the device caches' memory back, and the host's if asked; what they held is forgotten.
@@ -132,6 +131,19 @@ class Levels:
         self.settle(batcher, self._config.cache.transfer_timeout_s)
         self.tiers.forget_device(host_too=release_host)
         self._expect_done(Sleep(batcher.new_plan_id(), release_host))
+
+    def reset(self, batcher: Batcher) -> None:
+        """Forget and zero what device and host hold.
+
+        Raises:
+            RequestError: requests are running, or copies do not end; nothing was forgotten.
+        """
+        if batcher.has_work:
+            raise RequestError("requests are running; reset the prefix cache when they have finished")
+        if not self.settle(batcher, self._config.cache.transfer_timeout_s):
+            raise RequestError(f"{self.tiers.num_under_way} transfers do not end; nothing was forgotten")
+        self._manager.reset()
+        self._expect_done(ResetCache(batcher.new_plan_id()))
 
     def wake(self, batcher: Batcher) -> None:
         """Use the caches again."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastkv import CacheManager, Config, RequestError
+from fastkv.config import KVEventsConfig
 from fastkv.core.digest import as_token_array
 from fastkv.core.messages import Poll, SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
@@ -23,7 +24,8 @@ from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.sampler import check_sampling
 from fastkv.engine.tokenizer import ChatMessage, Tokenizer
 from fastkv.engine.transport import InlineWorker, ProcessWorker, WorkerTransport
-from fastkv.errors import ConfigError, FastKVError, InvariantError
+from fastkv.errors import ConfigError, InvariantError, WorkerError
+from fastkv.scheduler.events import EventBatch, EventStream, Publisher, ZmqPublisher
 
 _SETTLE_S = 2.0  # how long generate waits at its end for copies to host and storage; later ones go on by themselves
 
@@ -133,15 +135,22 @@ class LLM:
         self.config = config
         self.worker_kind = worker
         self._tokenizer: Tokenizer | None = None
-        self._transport: WorkerTransport = TRANSPORTS[worker](config)
-        # The planner, the spec and the worker have checked whatever the manager could refuse.
-        self.manager = CacheManager(
-            self._transport.ready.num_device_blocks,
-            config.cache.block_size,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            num_host_blocks=self._transport.ready.num_host_blocks,
-        )
-        self._levels = self._open_levels()
+        with contextlib.ExitStack() as undo:
+            self._transport: WorkerTransport = TRANSPORTS[worker](config)
+            undo.callback(self._transport.close)
+            # The planner, the spec and the worker have checked whatever the manager could refuse.
+            self.manager = CacheManager(
+                self._transport.ready.num_device_blocks,
+                config.cache.block_size,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+                num_host_blocks=self._transport.ready.num_host_blocks,
+                policy=config.cache.eviction_policy,
+                record_events=config.kv_events is not None,
+            )
+            self._levels = Levels(config, self._transport.ready, self.manager, self._transport.call)
+            undo.callback(self._levels.close)
+            self._events = None if config.kv_events is None else _open_events(config.kv_events, self.manager)
+            undo.pop_all()
         self._batcher = Batcher(
             self.manager,
             config.scheduler.max_batch_size,
@@ -158,12 +167,40 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Store what is on its way to storage, free the worker's memory and end its process."""
+        """Store what is on its way to storage, free the worker's memory and end its process. Legal twice.
+
+        Raises:
+            TransferError: copies do not end, so their memory stays.
+            StorageError: the storage backend is stuck in a call; what was queued is not stored.
+        """
         storage = self.config.storage
-        with contextlib.suppress(FastKVError):  # the worker may be gone: then nothing is left to wait for
-            self._levels.settle(self._batcher, _SETTLE_S if storage is None else storage.put_timeout_s)
-        self._levels.close()
-        self._transport.close()
+        events, self._events = self._events, None
+        with contextlib.ExitStack() as ends:  # in reverse order, each of them whatever the others do
+            ends.callback(self._transport.close)
+            ends.callback(self._levels.close)
+            if events is not None:
+                ends.callback(events.close)
+            with contextlib.suppress(WorkerError):  # the worker may be gone: then nothing is left to wait for
+                self._levels.settle(self._batcher, _SETTLE_S if storage is None else storage.put_timeout_s)
+
+    def subscribe_kv_events(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
+        """Call back, once a step, with what became findable or ceased to be; returns what ends the subscription.
+
+        Raises:
+            ConfigError: the config has no kv_events section, so nothing is recorded.
+        """
+        if self._events is None:
+            raise ConfigError("KV events are not recorded; add a kv_events section (it may be empty: {}) to the config")
+        return self._events.subscribe(callback)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that the device and the host hold, and zero it. What storage has is found again.
+
+        Raises:
+            RequestError: requests are running, or copies do not end; nothing was forgotten.
+        """
+        self._levels.reset(self._batcher)
+        self._flush_events()
 
     def set_weights_version(self, version: str) -> None:
         """Say that the model's weights changed: nothing that was cached before is found again, at any level.
@@ -172,7 +209,10 @@ class LLM:
             RequestError: the version is no non-empty str.
             StorageError: storage cannot be opened for it.
         """
-        self._levels.set_weights_version(self._batcher, version)
+        try:
+            self._levels.set_weights_version(self._batcher, version)
+        finally:
+            self._flush_events()
 
     def sleep(self, *, release_host: bool = False) -> None:
         """Give the device caches' memory back to the system until `wake`, and with release_host the host cache's.
@@ -183,17 +223,15 @@ class LLM:
             RequestError: copies do not end.
         """
         self._levels.sleep(self._batcher, release_host=release_host)
+        self._flush_events()
 
     def wake(self) -> None:
         """Take the memory again after `sleep`."""
         self._levels.wake(self._batcher)
 
-    def _open_levels(self) -> Levels:
-        try:
-            return Levels(self.config, self._transport.ready, self.manager, self._transport.call)
-        except BaseException:
-            self._transport.close()
-            raise
+    def _flush_events(self) -> None:
+        if self._events is not None:
+            self._events.flush()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -254,6 +292,7 @@ class LLM:
                 self._batcher.abort(request)
             raise
         self._levels.settle(self._batcher, _SETTLE_S)
+        self._flush_events()
         outputs = [self._output(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
         return Generation(outputs, self._report(requests, meter, self._levels.moved() - moved))
 
@@ -298,6 +337,7 @@ class LLM:
         plan = self._batcher.plan()
         if isinstance(plan, Poll):
             self._levels.apply(self._batcher, self._transport.call(plan))
+            self._flush_events()
             return []
         stats = self.manager.stats()
         meter.peak_blocks = max(meter.peak_blocks, stats.held)
@@ -305,7 +345,9 @@ class LLM:
         if not isinstance(result, StepResult) or result.plan_id != plan.plan_id:
             raise InvariantError(f"step {plan.plan_id} was answered with {result!r}")
         meter.count(*self._batcher.step_size(), result.seconds)
-        return self._batcher.apply(result)
+        tokens = self._batcher.apply(result)
+        self._flush_events()
+        return tokens
 
     def _output(self, prompt: Prompt, request: Request) -> Output:
         text = self.tokenizer.decode(request.output) if isinstance(prompt, str) else ""
@@ -335,3 +377,19 @@ class LLM:
             storage_counters=self._levels.storage_counters,
             storage_error=self._levels.storage_error,
         )
+
+
+def _open_events(config: KVEventsConfig, manager: CacheManager) -> EventStream:
+    """The manager's events, on their way to the configured sockets. Raises ConfigError."""
+    publishers: list[Publisher] = []
+    if config.endpoint is not None:
+        publishers.append(
+            ZmqPublisher(
+                config.endpoint,
+                replay_endpoint=config.replay_endpoint,
+                topic=config.topic,
+                shape=config.shape,
+                int_hashes=config.int_hashes,
+            )
+        )
+    return EventStream(manager.take_events, publishers)

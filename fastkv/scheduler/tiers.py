@@ -324,6 +324,10 @@ class TierManager:
             self.manager._end_transfer(transfer, 0, False)
         self._offloads = []
 
+    def use_lookup(self, lookup: PrefixLookup | None) -> None:
+        """Ask this half of storage from now on; None: nothing is fetched."""
+        self._lookup = lookup
+
     def forget_device(self, *, host_too: bool = False) -> None:
         """The device cache's contents are gone (sleep), and with host_too the host's.
 

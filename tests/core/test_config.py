@@ -55,6 +55,9 @@ def test_config_shipped_files_are_valid_and_plan(path: Path) -> None:
         ("model.num_layers", None, ["model.num_layers", "None"]),
         ("parallel.tensor_parallel_size", 3, ["tensor_parallel_size 3", "num_attention_heads 4"]),
         ("speculation.method", "eagle", ["speculation.method", "'eagle'", "mtp"]),
+        ("cache.transfer_timeout_s", float("inf"), ["cache.transfer_timeout_s", "inf", "31536000"]),
+        ("cache.transfer_timeout_s", float("nan"), ["cache.transfer_timeout_s", "nan"]),
+        ("cache.transfer_timeout_s", 1e300, ["cache.transfer_timeout_s", "1e+300"]),
         ("modle.name", "x", ["'modle'", "did you mean model", "speculation"]),
     ],
 )
@@ -82,6 +85,24 @@ def test_config_mha_with_fewer_kv_heads_is_refused() -> None:
 def test_config_v0_with_host_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="v0 owns device caches only"):
         parse_config(toy_data(manager="v0", host_memory="1GiB"))
+    assert parse_config(toy_data(manager="v0", host_memory="0")).capacity_plan().num_host_blocks == 0
+
+
+@pytest.mark.parametrize("host_memory", [0, "0", "0GiB", "0.1", None])
+def test_config_storage_without_a_host_block_is_refused(host_memory: int | str | None) -> None:
+    """A size of "0" is a true text; the worker opened the store before it found no host cache to attach it to."""
+    data = toy_data(num_host_blocks=0, host_memory=host_memory)
+    data["storage"] = {"path": "store", "max_bytes": "1GiB"}
+    with pytest.raises(ConfigError):
+        parse_config(data)
+
+
+def test_config_storage_seconds_are_finite() -> None:
+    data = toy_data()
+    for key in ("lookup_timeout_s", "get_timeout_s", "put_timeout_s", "cooldown_s"):
+        data["storage"] = {"path": "store", "max_bytes": "1GiB", key: float("inf")}
+        with pytest.raises(ConfigError, match=f"storage.{key}"):
+            parse_config(data)
 
 
 @pytest.mark.parametrize(

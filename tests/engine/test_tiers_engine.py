@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from helpers.copies import FaultyCopier
 from helpers.engine import TINY, tiny_config
 from helpers.storage_faults import Fault, FaultyConnector
 
-from fastkv import Config, RequestError, StorageError, parse_config
+from fastkv import CacheController, Config, ConfigError, RequestError, StorageError, TransferError, parse_config
+from fastkv.engine import levels
+from fastkv.engine import llm as llm_module
 from fastkv.engine.llm import LLM, Generation
 from fastkv.storage import FileConnector
 from fastkv.worker import controller as controller_module
@@ -141,9 +144,39 @@ def test_stale_after_update_every_level_misses(expected: dict[str, list[list[int
         tokens, generations = run_rounds(llm, [prompt, prompt])
         assert [one.report.prefix_hit_tokens > 0 for one in generations] == [False, True]
         assert tokens[0] == expected["none"][-5]
-        with pytest.raises(RequestError, match="non-empty"):
-            llm.set_weights_version("")
+        threads = threading.active_count()
+        for bad in ("", 7):
+            with pytest.raises(RequestError, match="non-empty"):
+                llm.set_weights_version(bad)  # type: ignore[arg-type]
+        assert threading.active_count() == threads
+        assert run_rounds(llm, [prompt])[1][0].report.prefix_hit_tokens > 0  # nothing was changed
     with LLM(small(store=tmp_path)) as llm:  # the weights of the file again: what they computed is still there
+        assert run_rounds(llm, [prompt])[1][0].report.moved.fetched_blocks > 0
+
+
+@pytest.mark.parametrize("broken", ["open_lookup", "open_connector"])
+def test_stale_after_update_even_if_storage_cannot_be_opened_again(
+    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise StorageError("no disk today")
+
+    prompt = [PROMPTS[0]]
+    with LLM(small(store=tmp_path)) as llm:
+        run_rounds(llm, [prompt])
+        with monkeypatch.context() as patch:
+            patch.setattr(levels if broken == "open_lookup" else storage_access, broken, refuse)
+            with pytest.raises(StorageError, match="no disk today"):
+                llm.set_weights_version("2")
+        tokens, generations = run_rounds(llm, [prompt])
+        assert tokens[0] == expected["none"][-5]
+        assert generations[0].report.prefix_hit_tokens == 0
+        assert generations[0].report.moved.fetched_blocks == 0
+        llm.set_weights_version("2")  # the disk is back
+        run_rounds(llm, [prompt])
+        assert llm.generate(prompt, max_tokens=1).report.moved.failed_transfers == 0
+    with LLM(small(store=tmp_path)) as llm:
+        llm.set_weights_version("2")
         assert run_rounds(llm, [prompt])[1][0].report.moved.fetched_blocks > 0
 
 
@@ -169,12 +202,62 @@ def test_two_engines_on_one_store_the_second_is_refused_clearly(tmp_path: Path) 
         run_rounds(llm, [PROMPTS[:1]])
 
 
+def test_engine_that_could_not_attach_its_storage_leaves_it_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise ConfigError("not attached")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheController, "attach_storage", refuse)
+        with pytest.raises(ConfigError, match="not attached"):
+            LLM(small(store=tmp_path))
+    LLM(small(store=tmp_path)).close()
+
+
 def test_levels_import_without_paddle() -> None:
     """The engine's process sets the environment before Paddle is loaded; importing its levels must not load it."""
     code = "import sys; sys.modules['paddle'] = None; import fastkv.engine.levels, fastkv.engine.llm"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# -- closing ------------------------------------------------------------------------------------------------------
+
+
+def test_close_while_a_copy_does_not_end_says_so_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = faulty_copies(monkeypatch, -1, "stall")
+    llm = LLM(small(transfer_timeout_s=0.2))
+    run_rounds(llm, ROUNDS[:1])
+    made[0].at = made[0].calls
+    monkeypatch.setattr(llm_module, "_SETTLE_S", 0.1)
+    llm.generate([PROMPTS[3]], max_tokens=1)
+    assert made[0].stalled.is_set()
+    with pytest.raises(TransferError, match="cannot free the caches"):
+        llm.close()
+    assert llm._transport._worker.caches.num_blocks > 0  # type: ignore[union-attr] # memory stays under the copy
+    made[0].resume.set()
+    llm.close()
+    llm.close()
+
+
+@pytest.mark.parametrize("worker", ["inline", "process"])
+def test_close_twice_and_with_storage_is_quiet(tmp_path: Path, worker: str) -> None:
+    llm = LLM(small(store=tmp_path), worker)
+    run_rounds(llm, [PROMPTS[:1]])
+    llm.close()
+    llm.close()
+
+
+def test_close_with_a_stuck_storage_backend_says_that_something_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    llm = LLM(small(store=tmp_path))
+    real = storage_access.StorageAccess.close
+    monkeypatch.setattr(storage_access.StorageAccess, "close", lambda self: real(self) and False)
+    with pytest.raises(StorageError, match="stuck in a call"):
+        llm.close()
 
 
 # -- faults -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone tests, attention with every
-# instruction set that this CPU has; it prints which.
+# Builds the kernels without Paddle under AddressSanitizer and UBSan, and runs their standalone tests: attention with
+# every instruction set that this CPU has. It prints which, and which were left out.
 #   tests/native/run.sh [rounds]
 # With PLAIN=1 it builds a static program as it would be installed, without sanitizers, and prints its name instead of
 # running it: for another machine, or an emulator of one.
@@ -20,6 +20,7 @@ else
 fi
 mkdir -p "$build"
 x86=""
+avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -Wno-uninitialized -Wno-maybe-uninitialized"
 if [ "$(uname -m)" = x86_64 ]; then
   flags="$flags -DFASTKV_HAVE_X86"
   x86="attend_avx2 codec_avx2 attend_avx512 codec_avx512"
@@ -28,7 +29,7 @@ objects=""
 for name in attend_portable codec_portable checks copy_blocks dispatch launch stream_copy $x86; do
   extra=""
   case $name in *_avx2 | *_avx512) extra="-mavx2 -mfma -mf16c" ;; esac
-  case $name in *_avx512) extra="$extra -mavx512f -mavx512bw -mavx512vl -mavx512dq -Wno-uninitialized -Wno-maybe-uninitialized" ;; esac
+  case $name in *_avx512) extra="$extra $avx512" ;; esac
   case $name in codec_*) extra="$extra -ffp-contract=off" ;; esac
   object=$build/$name.o
   objects="$objects $object"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -209,12 +209,3 @@ def prefix_digests(
         piece = row[block * block_size : (block + 1) * block_size]
         digests.append(block_digest(parent, piece, extras.get(block, b"")))
     return digests
-
-
-def whole_image_boundary(num_tokens: int, block_size: int, images: Iterable[ImageSpan]) -> int:
-    """The largest block boundary <= num_tokens that cuts no image in two."""
-    boundary = num_tokens - num_tokens % block_size
-    for image in sorted(images, key=lambda span: span.start, reverse=True):
-        if image.start < boundary < image.end:
-            boundary = image.start - image.start % block_size
-    return boundary

@@ -12,7 +12,6 @@ Ranges are of the whole model; `derive` keeps the heads of one rank. Reading and
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -98,19 +97,6 @@ def derive_scales(
         for group in spec.groups
         for layer in group.layers
     }
-
-
-def scales_digest(scales: Mapping[int, Mapping[Role, RoleScales]]) -> bytes:
-    """SHA-256 over all scales and zero points of one rank, in layer and role order."""
-    digest = hashlib.sha256()
-    for layer in sorted(scales):
-        for role in sorted(scales[layer]):
-            entry = scales[layer][role]
-            digest.update(f"{layer}/{role.value}/{entry.scale.size}/{entry.zero_point is not None};".encode())
-            digest.update(entry.scale.tobytes())
-            if entry.zero_point is not None:
-                digest.update(entry.zero_point.tobytes())
-    return digest.digest()
 
 
 def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> slice:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkv.core.digest import Identity, ImageSpan, as_token_array, prefix_digests, whole_image_boundary
+from fastkv.core.digest import Identity, ImageSpan, as_token_array, prefix_digests
 from fastkv.errors import RequestError
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 70_000, 9]
@@ -131,12 +131,3 @@ def test_as_token_array_contiguous_int32_is_not_copied():
     row = np.arange(5, dtype=np.int32)
     assert as_token_array(row) is row
     assert as_token_array([]).dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("images", "num_tokens", "boundary"),
-    [((), 11, 8), (((5, 9),), 8, 4), (((5, 8),), 8, 8), (((8, 9),), 8, 8), (((2, 5), (6, 9)), 8, 0), (((1, 9),), 3, 0)],
-)
-def test_whole_image_boundary_never_cuts_an_image(images, num_tokens, boundary):
-    spans = tuple(ImageSpan(b"x", *span) for span in images)
-    assert whole_image_boundary(num_tokens, 4, spans) == boundary

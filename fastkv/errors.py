@@ -36,8 +36,10 @@ class _MovementError(FastKVError):
     def __init__(
         self, message: str, *, level: str = "", block_ids: Sequence[int] = (), layer: int | None = None
     ) -> None:
-        where = f" [level {level}, blocks {list(block_ids)}, layer {layer}]" if level or block_ids else ""
-        super().__init__(message + where)
+        where = [f"blocks {list(block_ids)} of level {level}"] if block_ids else []
+        if layer is not None:
+            where.append(f"layer {layer}")
+        super().__init__(message + (f" [{', '.join(where)}]" if where else ""))
         self.level, self.block_ids, self.layer = level, tuple(block_ids), layer
 
 

@@ -213,8 +213,13 @@ class CacheController:
         Raises:
             ConfigError: no host cache, or plans were submitted already.
         """
-        if self._host is None or self._engine is not None:
-            raise ConfigError("attach storage after initialize_host_cache and before the first submit")
+        if self._host is None:
+            raise ConfigError(
+                f"storage: records pass through the host cache, and it has no block of {self.spec.record_stride_bytes} "
+                "bytes; raise cache.host_memory or remove the storage section (call initialize_host_cache first)"
+            )
+        if self._engine is not None:
+            raise ConfigError("attach storage before the first submit")
         self._storage = storage
 
     @property

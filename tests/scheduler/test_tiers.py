@@ -259,6 +259,11 @@ def test_lookup_gets_a_deadline_and_its_digests_begin_after_what_is_cached() -> 
     assert not tiers.fetch("b")
     assert 0 < lookup.left_s <= 0.25
     assert lookup.digests == manager.prefix_digests("b", 4)[2:]
+    newer = Lookup()
+    tiers.set_weights_version("2", newer)
+    manager.open("c", text(1, 2)[:8] + text(2, 2))
+    assert not tiers.fetch("c")
+    assert newer.digests == manager.prefix_digests("c", 4)  # the new version's storage is asked, for all blocks
     assert not TierManager(manager, TierOptions()).fetch("b")  # no storage
 
 

@@ -91,7 +91,7 @@ def test_load_completes_layer_by_layer(make: MakeController) -> None:
         expected: Any = pattern(0, layer, role, 1, len(block)) if layer == 0 else POISON
         assert (block == expected).all(), (layer, role)
     for layer in (1, 2):
-        with pytest.raises(TransferError, match=r"still under way after 0.01 s \[level DEVICE, blocks \[3\]"):
+        with pytest.raises(TransferError, match=r"still under way after 0.01 s \[blocks \[3\] of level DEVICE"):
             ticket.wait_for_layer(layer, 0.01)
     assert ticket.poll() is None
     copier.resume.set()
@@ -113,6 +113,20 @@ def test_load_after_an_offload_in_one_plan_reports_no_layer_early(make: MakeCont
     copier.resume.set()
     controller.wait_for_layer(ticket, 2)
     assert wrong_pieces(controller, {0: 3}) == []
+
+
+def test_load_that_another_load_follows_in_its_plan_reports_no_layer_early(make: MakeController) -> None:
+    """A layer of a step is readable when all loads of the plan have landed there, not when the first one has."""
+    controller, copier = make()
+    run(controller, stage_of(*OFFLOAD, [3, 1], [1, 0]))
+    copier.at, copier.calls, copier.what = 3, 0, "stall"  # the first layer of the second load
+    ticket = controller.submit(TransferPlan(2, (stage_of(*LOAD, [1], [0]), stage_of(*LOAD, [0], [2]))))
+    assert copier.stalled.wait(5)
+    with pytest.raises(TransferError, match="still under way"):
+        ticket.wait_for_layer(0, 0.01)
+    copier.resume.set()
+    controller.wait_for_layer(ticket, 2)
+    assert wrong_pieces(controller, {0: 3, 2: 1}) == []
 
 
 @pytest.mark.parametrize("what", ["fail", "scribble"])

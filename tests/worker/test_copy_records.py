@@ -128,6 +128,12 @@ def test_copier_tells_what_landed_when_it_is_there(threads: int) -> None:
             np.array_equal(memory[p.layer, p.role.role], host[:, p.offset : p.offset + p.nbytes])
             for p in controller.spec.record_parts
         )
+
+    def broken(num_layers: int) -> None:
+        raise RuntimeError(f"told {num_layers}")
+
+    with pytest.raises(RuntimeError, match="told"):  # not lost on its way through C
+        copier.copy(Direction.TO_DEVICE, ids, ids, range(7), broken)
     copier.copy(Direction.TO_DEVICE, ids[:0], ids[:0], range(2, 4), told.append)
     assert told[-1] == 4  # nothing to copy has landed at once
     copier.close()

@@ -226,6 +226,8 @@ def test_storage_without_host_cache_or_prefix_caching_is_a_config_error() -> Non
     section = {"path": "x", "max_bytes": "1GiB"}
     with pytest.raises(ConfigError, match="records pass through the host cache"):
         parse_config({**toy_data(num_host_blocks=0), "storage": section})
+    with pytest.raises(ConfigError, match="records pass through the host cache"):
+        parse_config({**toy_data(num_host_blocks=0, host_memory="0MiB"), "storage": section})
     with pytest.raises(ConfigError, match="without prefix caching"):
         parse_config({**toy_data(enable_prefix_caching=False), "storage": section})
     with pytest.raises(ConfigError, match=r"cache.write_policy: 'lazy'.*write_back"):
@@ -247,6 +249,10 @@ def test_storage_attached_late_or_without_host_is_refused(record_bytes: int) -> 
     fresh.initialize_all()
     with pytest.raises(TransferError, match="none is configured"):
         fresh.submit(TransferPlan(1, (put([0], DIGESTS[:1]),)))
+    small = CacheController(parse_config(toy_data(num_host_blocks=0)))
+    small.initialize_all()
+    with pytest.raises(ConfigError, match=r"no block of \d+ bytes; raise cache.host_memory"):
+        small.attach_storage(storage)
 
 
 @pytest.fixture(autouse=True)

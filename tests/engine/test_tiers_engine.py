@@ -25,6 +25,8 @@ from fastkv.engine.llm import LLM, Generation
 from fastkv.storage import FileConnector
 from fastkv.worker import controller as controller_module
 from fastkv.worker import storage_access
+from fastkv.worker.records import Direction
+from fastkv.worker.ticket import Ticket
 
 POLICIES = ["write_through", "write_through_selective", "write_back"]
 _rng = np.random.default_rng(17)
@@ -193,6 +195,50 @@ def test_sleep_and_wake_keep_the_text(expected: dict[str, list[list[int]]], tmp_
     assert first + second == expected["int8"]
     in_batch = len(SHARED)  # the second prompt finds these anyway
     assert (generations[0].report.prefix_hit_tokens > in_batch) is not release_host
+
+
+class LayerByLayer(FaultyCopier):
+    """Brings a layer when attention has come to it, and a little later: nobody may read it before, or wait longer."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reached = [threading.Event() for _ in range(self.num_layers)]
+        self.in_vain: list[int] = []  # layers that attention did not come to before the load was over
+
+    def _copy(self, direction: Direction, device_ids: Any, host_ids: Any, layers: range) -> None:
+        if direction is Direction.TO_DEVICE:
+            if not self.reached[layers.start].wait(3):
+                self.in_vain.append(layers.start)
+            time.sleep(0.05)
+        super()._copy(direction, device_ids, host_ids, layers)
+
+
+def test_attention_of_a_layer_waits_for_that_layer_and_for_no_later_one(
+    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kind "copy order": a layer is read only when its bytes landed; the next one moves meanwhile."""
+    made: list[LayerByLayer] = []
+    real_copier, real_wait = controller_module.RecordCopier, controller_module.CacheController.wait_for_layer
+
+    def make(*args: Any) -> LayerByLayer:
+        made.append(LayerByLayer(real_copier(*args)))
+        return made[-1]
+
+    def wait(controller: controller_module.CacheController, ticket: Ticket, layer: int) -> None:
+        made[0].reached[layer].set()
+        real_wait(controller, ticket, layer)
+
+    monkeypatch.setattr(controller_module, "RecordCopier", make)
+    monkeypatch.setattr(controller_module.CacheController, "wait_for_layer", wait)
+    with LLM(small(num_device_blocks=80)) as llm:
+        first, _ = run_rounds(llm, ROUNDS[:1])
+        llm.sleep()
+        llm.wake()  # the device holds zeros
+        second, generations = run_rounds(llm, [PROMPTS[:1]])
+    assert first + second == expected["none"][:3] + expected["none"][:1]
+    assert moved(generations, "loaded_blocks") > 0
+    assert made[0].num_layers > 1
+    assert made[0].in_vain == []
 
 
 def test_two_engines_on_one_store_the_second_is_refused_clearly(tmp_path: Path) -> None:

@@ -308,15 +308,16 @@ class TierManager:
 
     # -- the cache as a whole -----------------------------------------------------------------------------------
 
-    def set_weights_version(self, version: str, lookup: PrefixLookup | None = None) -> None:
+    def set_weights_version(self, version: str) -> None:
         """The weights changed: nothing older is found at any level, and what is under way re-inserts nothing.
 
-        Args:
-            version: of the weights.
-            lookup: storage under that version.
+        Storage is not asked any more until `use_lookup` says how it is under that version.
+
+        Raises:
+            RequestError: the version is no non-empty str; nothing was changed.
         """
         self.manager.set_weights_version(version)
-        self._lookup = lookup
+        self._lookup = None
         unsent, self._outgoing = self._outgoing, []
         for plan in unsent:
             self._land(self._board.cancel(plan.plan_id, "the weights changed"))

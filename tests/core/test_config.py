@@ -54,6 +54,7 @@ def test_config_shipped_files_are_valid_and_plan(path: Path) -> None:
         ("model.num_kv_heads", 3, ["num_attention_heads 4", "num_kv_heads 3"]),
         ("model.num_layers", None, ["model.num_layers", "None"]),
         ("parallel.tensor_parallel_size", 3, ["tensor_parallel_size 3", "num_attention_heads 4"]),
+        ("speculation.num_draft_tokens", 4, ["speculation", "'num_draft_tokens'", "block_expand_ratio"]),
         ("speculation.method", "eagle", ["speculation.method", "'eagle'", "mtp"]),
         ("cache.transfer_timeout_s", float("inf"), ["cache.transfer_timeout_s", "inf", "31536000"]),
         ("cache.transfer_timeout_s", float("nan"), ["cache.transfer_timeout_s", "nan"]),

@@ -544,7 +544,8 @@ def test_stale_after_update_no_level_finds_anything_and_late_transfers_re_insert
     one.start("c")
     one.finish("c")
     one.release("c")  # ... and one is not sent yet
-    one.tiers.set_weights_version("2", one)
+    one.tiers.set_weights_version("2")
+    one.tiers.use_lookup(one)
     assert len(one.tiers.take_plans()) == 0
     one.carry_out(0)
     one.check_idle()

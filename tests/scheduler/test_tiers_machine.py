@@ -138,7 +138,8 @@ class TierMachine(RuleBasedStateMachine):
         """Whatever was computed before is never found again; requests that computed with old weights start again."""
         world = self.world
         self.version += 1
-        world.tiers.set_weights_version(str(self.version), world if world.options.has_storage else None)
+        world.tiers.set_weights_version(str(self.version))
+        world.tiers.use_lookup(world if world.options.has_storage else None)
         for name in list(world.jobs):
             world.release(name)
 

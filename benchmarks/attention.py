@@ -41,7 +41,10 @@ from fastkv.ops import append_attention, copy_blocks, gather_cache, mla_append_a
 
 CONTEXTS = {"4k": 4096, "16k": 16384, "64k": 65536}
 PROMPTS = {"512": 512, "2k": 2048, "8k": 8192}
-TYPES = ("f32", "bf16", "f16", "int8", "int8_zp", "float8_e4m3fn", "float8_e4m3fn_zp", "block_wise_fp8", "int4_zp")
+TYPES = (
+    *("f32", "bf16", "f16", "int8", "int8_zp", "float8_e4m3fn", "float8_e4m3fn_zp", "block_wise_fp8", "int4_zp"),
+    "int8_token",
+)
 MLA_TYPES = ("f32", "bf16", "f16", "float8_e4m3fn")
 QUICK_TYPES = ("f32", "bf16", "int8", "block_wise_fp8", "int4_zp")
 MOVED_TOKENS = 2048
@@ -196,7 +199,7 @@ def judge(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         kind, _, rest = row.name.partition("_")
         target = next((TARGETS[t] for t in TARGETS if kind == "decode" and rest.startswith(f"{t}_")), None)
-        if rest.startswith("int8_zp"):
+        if rest.startswith(("int8_zp", "int8_token")):
             target = None
         target = PREFILL_TARGET if kind == "prefill" else SPEEDUPS.get(rest) if kind == "speedup" else target
         if target is not None and row.ratio < target:

@@ -18,7 +18,6 @@ empty call a layer (management), at the machine's rates, measured in turns.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,9 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "smollm2.yaml", help="the engine's config")
     parser.add_argument("--type", default=None, help="kv_cache_quant_type instead of the config's")
     args = parser.parse_args(argv)
-    config = load_config(args.config)
-    if args.type is not None:
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_cache_quant_type=args.type))
+    config = load_config(args.config, {} if args.type is None else {"cache.kv_cache_quant_type": args.type})
     progress("loading the model")
     worker, floor = ModelWorker(config), AttentionFloor()
     worker.caches.reset_cache()

@@ -27,6 +27,7 @@ class KVCacheQuantType(str, Enum):
     FLOAT8_E4M3FN_ZP = "float8_e4m3fn_zp"
     BLOCK_WISE_FP8 = "block_wise_fp8"
     INT4_ZP = "int4_zp"
+    INT8_TOKEN = "int8_token"
 
 
 class AttentionKind(str, Enum):
@@ -134,6 +135,7 @@ STORAGE_DTYPES: Mapping[KVCacheQuantType | None, StorageDtype] = MappingProxyTyp
             StorageDtype(_Q.FLOAT8_E4M3FN_ZP, 8, ScaleKind.STATIC, _STATIC, 448.0, -448.0, True, is_float8=True),
             StorageDtype(_Q.BLOCK_WISE_FP8, 8, ScaleKind.DYNAMIC, _TOKEN, 448.0, -448.0, is_float8=True),
             StorageDtype(_Q.INT4_ZP, 4, ScaleKind.STATIC, _STATIC, 7.0, -8.0, True),
+            StorageDtype(_Q.INT8_TOKEN, 8, ScaleKind.DYNAMIC, _TOKEN, 127.0, -127.0),
         )
     }
 )

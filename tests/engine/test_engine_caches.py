@@ -17,7 +17,7 @@ from fastkv.engine.recompute import greedy_generate
 from fastkv.engine.transport import ProcessWorker
 from fastkv.errors import ConfigError, WorkerError
 
-TYPES = ["none", "int8", "int8_zp", "float8_e4m3fn", "float8_e4m3fn_zp", "block_wise_fp8", "int4_zp"]
+TYPES = ["none", "int8", "int8_zp", "float8_e4m3fn", "float8_e4m3fn_zp", "block_wise_fp8", "int4_zp", "int8_token"]
 
 
 def generate(config: Config, prompts: list[list[int]], worker: str = "inline", **options: Any) -> Generation:

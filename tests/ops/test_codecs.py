@@ -18,7 +18,8 @@ from fastkv.ops.reference_codec import (
     to_float32,
 )
 
-STATIC_TYPES = tuple(name for name in QUANT_TYPES if name != "block_wise_fp8")
+DYNAMIC_TYPES = ("block_wise_fp8", "int8_token")
+STATIC_TYPES = tuple(name for name in QUANT_TYPES if name not in DYNAMIC_TYPES)
 TINY = np.finfo(np.float32).tiny
 WIDTH = 64  # elements a row in these tests
 
@@ -70,7 +71,7 @@ def check_encode(quant_type: str, values: np.ndarray, scale: np.ndarray | None, 
     ref.write_cache(rows, None, cache, None, slots)
     np.testing.assert_array_equal(to_array(layer.key), cache.data)
     np.testing.assert_array_equal(to_array(layer.value), cache.data)
-    if quant_type == "block_wise_fp8":
+    if quant_type in DYNAMIC_TYPES:
         np.testing.assert_array_equal(to_array(layer.key_scale), cache.scale)
     keys, _ = gather_cache(layer, to_paddle(slots))
     np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(cache, slots))
@@ -97,19 +98,25 @@ def test_encode_per_channel_equals_reference(rng: np.random.Generator, isa: str,
     check_encode(quant_type, values, scale, zero)
 
 
+@pytest.mark.parametrize("quant_type", DYNAMIC_TYPES)
 @pytest.mark.parametrize("magnitude", [1.0, 448.0, 1e-30, 1e-38, 1e-44, 3.4e38, 0.0])
-def test_block_wise_fp8_scales_and_codes_equal_reference(rng: np.random.Generator, isa: str, magnitude: float) -> None:
+def test_dynamic_scales_and_codes_equal_reference(
+    rng: np.random.Generator, isa: str, quant_type: str, magnitude: float
+) -> None:
     """Rows of every magnitude, subnormal and near overflow included."""
     values = (rng.uniform(-1, 1, 40 * WIDTH) * magnitude).astype(np.float32)
-    check_encode("block_wise_fp8", values, np.full((1, 1, 40), np.nan, np.float32), None)
+    check_encode(quant_type, values, np.full((1, 1, 40), np.nan, np.float32), None)
 
 
-def test_block_wise_fp8_ignores_nan_and_caps_infinity_in_the_scale(isa: str) -> None:
+@pytest.mark.parametrize(("quant_type", "bound"), [("block_wise_fp8", 448), ("int8_token", 127)])
+def test_dynamic_scale_ignores_nan_and_caps_infinity(isa: str, quant_type: str, bound: int) -> None:
     rows = np.ones((3, 1, WIDTH), np.float32)
     rows[0, 0, 5], rows[1, 0, 7], rows[2, 0, :] = np.nan, -np.inf, np.nan
-    check_encode("block_wise_fp8", rows.reshape(-1), np.full((1, 1, 3), np.nan, np.float32), None)
-    scales = dynamic_scale("block_wise_fp8", rows)[:, 0]
-    np.testing.assert_array_equal(scales, np.array([1 / 448, np.finfo(np.float32).max / 448, TINY], np.float32))
+    check_encode(quant_type, rows.reshape(-1), np.full((1, 1, 3), np.nan, np.float32), None)
+    scales = dynamic_scale(quant_type, rows)[:, 0]
+    np.testing.assert_array_equal(
+        scales, np.array([1, np.finfo(np.float32).max, TINY * bound], np.float32) / np.float32(bound)
+    )
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
@@ -118,7 +125,7 @@ def test_decode_of_all_256_bytes_equals_reference(rng: np.random.Generator, isa:
     codes = np.arange(256, dtype=np.uint8).reshape(1, 1, -1, WIDTH // storage.elements_per_byte)
     scale = rng.uniform(0.1, 2.0, WIDTH).astype(np.float32)
     zero = rng.uniform(-5, 5, WIDTH).astype(np.float32) if storage.has_zero_point else None
-    if quant_type == "block_wise_fp8":
+    if quant_type in DYNAMIC_TYPES:
         scale = rng.uniform(0.1, 2.0, codes.shape[:3]).astype(np.float32)
     cache = ref.CacheTensor(codes, quant_type, "float32", scale, zero)
     slots = np.arange(codes.shape[2])
@@ -131,17 +138,17 @@ def test_every_code_survives_decode_and_encode(isa: str, quant_type: str) -> Non
     """A value that a code stands for is stored as that code again (NaN: as the one canonical NaN)."""
     storage = STORAGE_DTYPES[parse_quant_type(quant_type)]
     codes = np.arange(256, dtype=np.uint8).reshape(1, 1, -1, WIDTH // storage.elements_per_byte)
-    if quant_type == "int8":
-        codes[codes == 0] = 1  # -128 is no code of the symmetric type
-    is_dynamic = quant_type == "block_wise_fp8"
+    if quant_type in ("int8", "int8_token"):
+        codes[codes == 0] = 1  # -128 is no code of the symmetric types
+    is_dynamic = quant_type in DYNAMIC_TYPES
     scale = np.ones(codes.shape[:3] if is_dynamic else 1, np.float32)
     zero = np.zeros(1, np.float32) if storage.has_zero_point else None
     layer = layer_of(*[ref.CacheTensor(codes, quant_type, "float32", scale, zero)] * 2)
     slots = to_paddle(np.arange(codes.shape[2]))
     keys, values = gather_cache(layer, slots)
-    if is_dynamic:  # let each row's largest magnitude be 448, so that its scale is 1 again
-        keys[:, :, 0] = 448.0
-        codes[..., 0] = 0x7E
+    if is_dynamic:  # let each row's largest magnitude be the bound, so that its scale is 1 again
+        keys[:, :, 0] = storage.bound
+        codes[..., 0] = 0x7E if storage.is_float8 else 0xFF
     write_cache(keys, values, layer, slots)
     expected = np.where((codes & 0x7F) == 0x7F, 0x7F, codes) if storage.bound == 448.0 else codes
     if storage.has_zero_point and storage.bound == 448.0:
@@ -220,7 +227,7 @@ def test_row_lengths_that_fill_no_vector_register(rng: np.random.Generator, isa:
     for quant_type in QUANT_TYPES:
         for dim in (2, 6, 14, 18, 30):
             storage = STORAGE_DTYPES[parse_quant_type(quant_type)]
-            is_dynamic = quant_type == "block_wise_fp8"
+            is_dynamic = quant_type in DYNAMIC_TYPES
             scale = np.full((1, 1, 2) if is_dynamic else 1, 0.05, np.float32)
             zero = np.full(1, 1.25, np.float32) if storage.has_zero_point else None
             data = np.zeros((1, 1, 2, dim // storage.elements_per_byte), np.uint8)

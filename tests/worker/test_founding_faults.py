@@ -26,6 +26,7 @@ ILLEGAL = [c for c in COMBINATIONS if not STORAGE_DTYPES[c[1]].is_legal_with(c[0
 
 # Written out by hand and not read from the code under test: what a role's memory must be.
 SCALE_ROLES = {Role.KEY_SCALE, Role.VALUE_SCALE}
+DYNAMIC = (KVCacheQuantType.BLOCK_WISE_FP8, KVCacheQuantType.INT8_TOKEN)
 
 
 def expected_dtype(kind: AttentionKind, role: Role, quant_type: KVCacheQuantType | None, model_dtype: str) -> str:
@@ -39,7 +40,7 @@ def expected_roles(kind: AttentionKind, quant_type: KVCacheQuantType | None) -> 
         return [Role.LATENT]
     if kind is AttentionKind.DSA:
         return [Role.KEY, Role.INDEXER]
-    scales = [Role.KEY_SCALE, Role.VALUE_SCALE] if quant_type is KVCacheQuantType.BLOCK_WISE_FP8 else []
+    scales = [Role.KEY_SCALE, Role.VALUE_SCALE] if quant_type in DYNAMIC else []
     return [Role.KEY, Role.VALUE, *scales]
 
 

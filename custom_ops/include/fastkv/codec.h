@@ -30,53 +30,94 @@ static inline int32_t integer_code(float scaled, float zero_point) {
   return round_small(y);
 }
 
-/// int8 and int8_zp: byte = code + 128.
+/// Scale of a row that has one of its own: max(min(absmax, FLT_MAX) / bound, FLT_MIN), NaN ignored.
+template <Storage S>
+static inline float dynamic_scale(const float* __restrict x, int64_t n) {
+  constexpr float kFloatMax = 0x1.fffffep127f;
+  int32_t largest = 0;  // magnitudes compare as integers, which vectorises without reassociating floats
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFFu);
+    const int32_t counted = x[i] != x[i] ? 0 : magnitude;
+    largest = counted > largest ? counted : largest;
+  }
+  float absmax = float_of(static_cast<uint32_t>(largest));
+  absmax = absmax > kFloatMax ? kFloatMax : absmax;
+  const float step = absmax / storage_row(S).bound;
+  return step > kMinScale ? step : kMinScale;
+}
+
+/// The factor that integers are encoded with: the head's, a value a channel, or the row's own, which is stored.
+template <Storage S>
+static inline const float* integer_factor(const float* x, int64_t n, const RowScales& scales, float* token_scale,
+                                          float* own) {
+  if (storage_row(S).scales != ScaleKind::kDynamic) return scales.inverse;
+  *token_scale = dynamic_scale<S>(x, n);
+  *own = 1.0f / *token_scale;
+  return own;
+}
+
+/// code + 2^(bits - 1) of element i.
+template <Storage S>
+static inline uint8_t integer_byte(const float* x, int64_t i, const float* factor, const float* zero_point) {
+  constexpr const StorageRow& row = storage_row(S);
+  const float by = factor[row.scales == ScaleKind::kDynamic ? 0 : i];
+  return static_cast<uint8_t>(integer_code<S>(x[i] * by, row.has_zero_point ? zero_point[i] : 0.0f) +
+                              (1 << (row.bits - 1)));
+}
+
+/// Codes in `out` to values, in place.
+template <Storage S>
+static inline void scale_integers(int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
+  constexpr const StorageRow& row = storage_row(S);
+  const float* __restrict scale = scales.scale;
+  const float* __restrict zero_point = scales.zero_point;
+  for (int64_t i = 0; i < n; ++i) {
+    const float code = row.has_zero_point ? out[i] - zero_point[i] : out[i];
+    out[i] = code * (row.scales == ScaleKind::kDynamic ? token_scale : scale[i]);
+  }
+}
+
+/// Integers of 8 bits: byte = code + 128.
 template <Storage S>
 struct Int8Codec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float*) {
+  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float* token_scale) {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    const float* __restrict inverse = scales.inverse;
+    float own;
+    const float* __restrict factor = integer_factor<S>(x, n, scales, token_scale, &own);
     const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = encode_int8_vectors<S>(x, n, bytes, inverse, zero_point); i < n; ++i) {
-      const float zero = storage_row(S).has_zero_point ? zero_point[i] : 0.0f;
-      bytes[i] = static_cast<uint8_t>(integer_code<S>(x[i] * inverse[i], zero) + 128);
+    for (int64_t i = encode_int8_vectors<S>(x, n, bytes, factor, zero_point); i < n; ++i) {
+      bytes[i] = integer_byte<S>(x, i, factor, zero_point);
     }
   }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
+  static void decode(const char* src, int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
     const uint8_t* __restrict bytes = reinterpret_cast<const uint8_t*>(src);
-    const float* __restrict scale = scales.scale;
-    const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n; ++i) {
-      const float code = static_cast<float>(static_cast<int32_t>(bytes[i]) - 128);
-      out[i] = (storage_row(S).has_zero_point ? code - zero_point[i] : code) * scale[i];
-    }
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(bytes[i]) - 128);
+    scale_integers<S>(n, scales, token_scale, out);
   }
 };
 
-/// int4_zp: nibble = code + 8, two to a byte, low nibble = even index. n is even.
+/// Integers of 4 bits: nibble = code + 8, two to a byte, low nibble = even index. n is even.
+template <Storage S>
 struct Int4Codec {
-  static constexpr Storage kStorage = Storage::kInt4Zp;
-
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float*) {
+  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float* token_scale) {
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    const float* __restrict inverse = scales.inverse;
+    float own;
+    const float* __restrict factor = integer_factor<S>(x, n, scales, token_scale, &own);
     const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = encode_int4_vectors(x, n, bytes, inverse, zero_point) / 2; i < n / 2; ++i) {
-      const int32_t low = integer_code<kStorage>(x[2 * i] * inverse[2 * i], zero_point[2 * i]) + 8;
-      const int32_t high = integer_code<kStorage>(x[2 * i + 1] * inverse[2 * i + 1], zero_point[2 * i + 1]) + 8;
+    for (int64_t i = encode_int4_vectors<S>(x, n, bytes, factor, zero_point) / 2; i < n / 2; ++i) {
+      const int low = integer_byte<S>(x, 2 * i, factor, zero_point);
+      const int high = integer_byte<S>(x, 2 * i + 1, factor, zero_point);
       bytes[i] = static_cast<uint8_t>(low | (high << 4));
     }
   }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
+  static void decode(const char* src, int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
     const uint8_t* __restrict bytes = reinterpret_cast<const uint8_t*>(src);
     for (int64_t i = 0; i < n / 2; ++i) {
       out[2 * i] = static_cast<float>((bytes[i] & 15) - 8);
       out[2 * i + 1] = static_cast<float>((bytes[i] >> 4) - 8);
     }
     // a loop of its own: together, GCC gives up on the interleaved channels
-    const float* __restrict scale = scales.scale;
-    const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n; ++i) out[i] = (out[i] - zero_point[i]) * scale[i];
+    scale_integers<S>(n, scales, token_scale, out);
   }
 };
 
@@ -112,20 +153,10 @@ struct Fp8ZpCodec {
   }
 };
 
-/// block_wise_fp8: the row's own scale, max(min(absmax, FLT_MAX) / 448, FLT_MIN), NaN ignored.
+/// block_wise_fp8: the row's own scale.
 struct BlockWiseFp8Codec {
   static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales&, float* token_scale) {
-    constexpr float kFloatMax = 0x1.fffffep127f;
-    int32_t largest = 0;  // magnitudes compare as integers, which vectorises without reassociating floats
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFFu);
-      const int32_t counted = x[i] != x[i] ? 0 : magnitude;
-      largest = counted > largest ? counted : largest;
-    }
-    float absmax = float_of(static_cast<uint32_t>(largest));
-    absmax = absmax > kFloatMax ? kFloatMax : absmax;
-    const float step = absmax / storage_row(Storage::kBlockWiseFp8).bound;
-    const float scale = step > kMinScale ? step : kMinScale;
+    const float scale = dynamic_scale<Storage::kBlockWiseFp8>(x, n);
     const float inverse = 1.0f / scale;
     uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
     const int64_t done = encode_e4m3_vectors(x, n, bytes, &inverse, 0);
@@ -178,7 +209,8 @@ static inline void add_codecs(KernelTable* table) {
   add_codec<Fp8Codec>(table, Storage::kFloat8E4M3);
   add_codec<Fp8ZpCodec>(table, Storage::kFloat8E4M3Zp);
   add_codec<BlockWiseFp8Codec>(table, Storage::kBlockWiseFp8);
-  add_codec<Int4Codec>(table, Storage::kInt4Zp);
+  add_codec<Int4Codec<Storage::kInt4Zp>>(table, Storage::kInt4Zp);
+  add_codec<Int8Codec<Storage::kInt8Token>>(table, Storage::kInt8Token);
   table->load_row[0] = &load_float32;
   table->load_row[1] = &load_float16;
   table->load_row[2] = &load_bfloat16;

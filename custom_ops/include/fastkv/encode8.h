@@ -34,12 +34,18 @@ static FASTKV_INLINE __m256i integer_codes(__m256 scaled, __m256 zero_point) {
   return _mm256_cvtps_epi32(y);
 }
 
+/// A factor a channel, or one for all of the row where scales are dynamic.
+template <Storage S>
+static FASTKV_INLINE __m256 load_factor(const float* factor, int64_t i) {
+  return storage_row(S).scales == ScaleKind::kDynamic ? _mm256_set1_ps(*factor) : _mm256_loadu_ps(factor + i);
+}
+
 template <Storage S>
 static FASTKV_INLINE int64_t encode_int8_vectors(const float* x, int64_t n, uint8_t* bytes, const float* inverse,
                                                  const float* zero_point) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(inverse + i));
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), load_factor<S>(inverse, i));
     const __m256 zero = storage_row(S).has_zero_point ? _mm256_loadu_ps(zero_point + i) : _mm256_setzero_ps();
     const __m256i codes = _mm256_add_epi32(integer_codes<S>(scaled, zero), _mm256_set1_epi32(128));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes + i), low_bytes(codes));
@@ -47,12 +53,14 @@ static FASTKV_INLINE int64_t encode_int8_vectors(const float* x, int64_t n, uint
   return i;
 }
 
+template <Storage S>
 static FASTKV_INLINE int64_t encode_int4_vectors(const float* x, int64_t n, uint8_t* bytes, const float* inverse,
                                                  const float* zero_point) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(inverse + i));
-    __m256i codes = integer_codes<Storage::kInt4Zp>(scaled, _mm256_loadu_ps(zero_point + i));
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + i), load_factor<S>(inverse, i));
+    const __m256 zero = storage_row(S).has_zero_point ? _mm256_loadu_ps(zero_point + i) : _mm256_setzero_ps();
+    __m256i codes = integer_codes<S>(scaled, zero);
     codes = _mm256_add_epi32(codes, _mm256_set1_epi32(8));
     // the odd code of each pair moves down from the upper half of its 64 bits, to stand above the even one
     const __m256i pairs = _mm256_or_si256(codes, _mm256_srli_epi64(codes, 28));
@@ -135,6 +143,7 @@ template <Storage S>
 static FASTKV_INLINE int64_t encode_int8_vectors(const float*, int64_t, uint8_t*, const float*, const float*) {
   return 0;
 }
+template <Storage S>
 static FASTKV_INLINE int64_t encode_int4_vectors(const float*, int64_t, uint8_t*, const float*, const float*) {
   return 0;
 }

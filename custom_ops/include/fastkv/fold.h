@@ -15,17 +15,25 @@ struct FoldTerms {
   float weight_factor;       // joins the weight
 };
 
-/// Folds raw scores of R rows into their running maximum and sum; leaves weights in place of the scores, and the
-/// factors for what was summed before.
+/// Running state of R rows: largest score, sum of weights, and sum of what values with dynamic scales are multiplied
+/// by.
+struct FoldState {
+  float* maximum;
+  float* sum;
+  float* scaled_sum;
+};
+
+/// Folds raw scores of R rows into their running state; leaves weights in place of the scores, and the factors for what
+/// was summed before.
 template <int R>
-static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, float* maximum, float* sum, float* shrink) {
+static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, const FoldState& state, float* shrink) {
   constexpr int T = kStep<R>;
   Floats factor, constant, old_maximum;
   for (int l = 0; l < kLanes; ++l) {
     const int r = l / T < R ? l / T : R - 1;
     factor[l] = terms.factor[r];
     constant[l] = terms.constant[r];
-    old_maximum[l] = maximum[r];
+    old_maximum[l] = state.maximum[r];
   }
   const auto by_position = [](const float* x) { return permute(load(x), [](int l) { return l % T; }); };
   const int64_t steps = (count + T - 1) / T;
@@ -45,19 +53,26 @@ static void fold_rows(float* scores, int64_t count, const FoldTerms& terms, floa
   // with nothing but -inf so far, subtracting it would give NaN; 0 makes every weight 0
   const Floats base = select(top == splat(minus_infinity()), splat(0.0f), top);
   const Floats old_factor = select(old_maximum == base, splat(1.0f), exp_nonpositive(old_maximum - base));
-  Floats total = splat(0.0f);
+  Floats total = splat(0.0f), scaled = splat(0.0f);
   for (int64_t s = 0; s < steps; ++s) {
     Floats weight = exp_nonpositive(load(scores + s * kLanes) - base);
+    const auto is_nothing = weight == splat(0.0f);
     total += weight;
     weight *= terms.weight_factor;
-    if (terms.value_scale != nullptr) weight *= by_position(terms.value_scale + s * T);
+    if (terms.value_scale != nullptr) {
+      weight *= by_position(terms.value_scale + s * T);
+      // past the chunk's end weights are 0, and scales what memory held: 0 * NaN is NaN
+      scaled += select(is_nothing, splat(0.0f), weight);
+    }
     store(scores + s * kLanes, weight);
   }
   total = sum_of_runs<T>(total);
+  scaled = sum_of_runs<T>(scaled);
   for (int r = 0; r < R; ++r) {
-    maximum[r] = top[r * T];
+    state.maximum[r] = top[r * T];
     shrink[r] = old_factor[r * T];
-    sum[r] = sum[r] * shrink[r] + total[r * T];
+    state.sum[r] = state.sum[r] * shrink[r] + total[r * T];
+    state.scaled_sum[r] = state.scaled_sum[r] * shrink[r] + scaled[r * T];
   }
 }
 

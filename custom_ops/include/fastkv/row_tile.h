@@ -34,7 +34,7 @@ struct RowChunk {
 struct RowScratch {
   int64_t dk, dv;  // padded to whole vectors
   int64_t dq;      // floats that one row's query takes, in lane order or as bytes
-  float *natural, *q, *out, *result, *scores, *maximum, *sum, *factor, *constant, *shrink;
+  float *natural, *q, *out, *result, *scores, *maximum, *sum, *scaled_sum, *factor, *constant, *shrink;
   float *key_scale, *key_zero, *value_scale, *value_zero, *value_carry, *value_offset, *value_factor, *keys, *values;
   int32_t *key_order, *value_order;
 
@@ -47,7 +47,8 @@ struct RowScratch {
     out = carver->take(rows * dv);
     result = carver->take(larger(dk, dv) + kLanes);
     scores = carver->take(kMaxChunk * 4 + kLanes);  // up to four lanes a position, and a last step
-    for (float** state : {&maximum, &sum, &factor, &constant, &shrink}) *state = carver->take(rows + kLanes);
+    for (float** state : {&maximum, &sum, &scaled_sum, &factor, &constant, &shrink})
+      *state = carver->take(rows + kLanes);
     for (float** scale : {&key_scale, &key_zero}) *scale = carver->take(dk);
     for (float** x : {&value_carry, &value_offset, &value_factor}) *x = carver->take(dv);
     for (float** scale : {&value_scale, &value_zero}) *scale = carver->take(dk > dv ? dk : dv);
@@ -132,7 +133,7 @@ class RowTile {
       for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
       direct_ = direct_ && (keys_.takes_bytes ? fold_bytes(row, q) : fold_query(row, q));
       s_.maximum[row] = minus_infinity();
-      s_.sum[row] = 0.0f;
+      s_.sum[row] = s_.scaled_sum[row] = 0.0f;
     }
     std::memset(s_.out, 0, static_cast<size_t>(tile_.rows * s_.dv) * sizeof(float));
     if (direct_) plan_finish();
@@ -310,7 +311,8 @@ class RowTile {
     const FoldTerms terms{s_.factor + row, s_.constant + row, has_token_scale ? c.key_scale + low : nullptr,
                           has_token_scale ? c.value_scale + low : nullptr, std::ldexp(1.0f, weight_unit_)};
     static constexpr decltype(&fold_rows<1>) kFold[] = {&fold_rows<1>, &fold_rows<2>, &fold_rows<3>, &fold_rows<4>};
-    kFold[rows - 1](s_.scores, job.count, terms, s_.maximum + row, s_.sum + row, s_.shrink);
+    const FoldState state{s_.maximum + row, s_.sum + row, s_.scaled_sum + row};
+    kFold[rows - 1](s_.scores, job.count, terms, state, s_.shrink);
 
     job.ahead = {};
     if (fetches) job.ahead = {next.keys, next.count, (tile_.p.key.row_bytes + 63) / 64};
@@ -345,7 +347,9 @@ class RowTile {
   void finish(int64_t row) const {
     float* out = s_.out + row * s_.dv;
     if (!direct_) return tile_.finish(row, out, s_.maximum[row], s_.sum[row]);
-    const double total = s_.sum[row], unit = std::ldexp(1.0, values_.unit - weight_unit_);
+    const bool is_dynamic = tile_.value.quant.token_scale != nullptr;
+    const double total = is_dynamic ? std::ldexp(double{s_.scaled_sum[row]}, -weight_unit_) : double{s_.sum[row]};
+    const double unit = std::ldexp(1.0, values_.unit - weight_unit_);
     float* natural = s_.result + kLanes;  // with a place before it, for the first channel's left neighbour
     natural[-1] = 0.0f;
     for (int64_t i = 0; i < tile_.value.dim; ++i) natural[i] = out[s_.value_order[i]];

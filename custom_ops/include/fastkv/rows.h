@@ -245,6 +245,7 @@ static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t di
       break;
     case Storage::kInt8:
     case Storage::kInt8Zp:
+    case Storage::kInt8Token:
       if (vecs % 4 == 0) return integer_kernels<8, 4>(128.0f, fast_subnormals);
       if (vecs % 2 == 0) return integer_kernels<8, 2>(128.0f, fast_subnormals);
       if constexpr (kNarrow) return integer_kernels<8, 1>(128.0f, fast_subnormals);

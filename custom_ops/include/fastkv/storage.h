@@ -27,6 +27,7 @@ enum class Storage : int {
   kFloat8E4M3Zp,
   kBlockWiseFp8,
   kInt4Zp,
+  kInt8Token,
   kCount,
 };
 
@@ -49,6 +50,7 @@ inline constexpr StorageRow kStorageTable[] = {
     {"float8_e4m3fn_zp", 8, 448.0f, -448.0f, true, ScaleKind::kStatic},
     {"block_wise_fp8", 8, 448.0f, -448.0f, false, ScaleKind::kDynamic},
     {"int4_zp", 4, 7.0f, -8.0f, true, ScaleKind::kStatic},
+    {"int8_token", 8, 127.0f, -127.0f, false, ScaleKind::kDynamic},
 };
 inline constexpr int kStorageCount = static_cast<int>(Storage::kCount);
 static_assert(sizeof(kStorageTable) / sizeof(kStorageTable[0]) == kStorageCount, "one row a storage type");

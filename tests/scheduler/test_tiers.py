@@ -67,6 +67,24 @@ def test_write_back_copies_a_block_when_it_must_leave_and_loses_nothing() -> Non
     one.check_idle()
 
 
+def test_write_back_under_way_is_waited_for_instead_of_dropping_another_block() -> None:
+    one = world(policy=WritePolicy.WRITE_BACK)
+    one.run("a", text(1, 1))
+    one.run("b", text(2, 1))
+    one.open("c", text(3, 2))
+    assert counts(one, Level.DEVICE) == (2, 2, 0)
+    assert not one.start("c")  # a is being written back; b must not go in its place
+    one.send()
+    assert not one.start("c")
+    one.carry_out(0)
+    assert one.start("c")
+    assert one.finish("c")
+    one.release("c")
+    assert one.run("a again", text(1, 1)) == 4
+    assert one.run("b again", text(2, 1)) == 4
+    one.check_idle()
+
+
 def test_write_back_to_a_host_that_is_smaller_than_what_must_leave_goes_on() -> None:
     """Cleaning one block must not evict another that was just cleaned, for ever."""
     one = world(num_device=4, num_host=1, policy=WritePolicy.WRITE_BACK)

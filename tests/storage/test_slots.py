@@ -154,6 +154,24 @@ def test_slots_chain_is_given_up_from_its_tail() -> None:
     assert [evicted.payload_sum for _, evicted in filter(None, gone) if evicted] == [2, 1, 0]
 
 
+def test_slots_pinned_records_are_passed_over_until_they_are_unpinned() -> None:
+    """Kind "in flight": a record that is being read must not be written over."""
+    table = SlotTable()
+    table.grow(2)
+    for name in (0, 1):
+        slot, _ = table.reserve() or (-1, None)
+        table.commit(record(name, slot))
+    pinned = table.pin(digest(0))
+    assert pinned is not None
+    _, evicted = table.reserve() or (-1, None)
+    assert evicted is not None
+    assert evicted.payload_sum == 1  # the younger one
+    assert table.reserve() is None
+    table.unpin(pinned)
+    _, evicted = table.reserve() or (-1, None)
+    assert evicted is pinned
+
+
 def test_slots_misuse_is_an_error_and_changes_nothing() -> None:
     table = SlotTable()
     table.grow(2)

@@ -19,7 +19,7 @@ from fastkv.core.dtype import AttentionKind, ScaleGranularity, check_model_dtype
 from fastkv.core.plan import MAX_BLOCKS, CapacityPlan, MemoryBudget, plan_capacity
 from fastkv.core.spec import AttentionGeometry, CacheSpec
 from fastkv.errors import ConfigError
-from fastkv.strict_yaml import StrictLoader, at, explain, field_names, unknown_key
+from fastkv.strict_yaml import StrictLoader, at, explain, field_names, override, unknown_key
 
 ENV_PREFIX = "FASTKV_"
 
@@ -223,7 +223,7 @@ def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
             f"config file {path} must hold a mapping with the sections {field_names(Config)}, got {data!r}"
         )
     with at(str(path)):
-        merged = _override(_override(data, _environment(os.environ)), overrides or {})
+        merged = override(override(data, _environment(os.environ)), overrides or {})
         return parse_config(merged, base_dir=path.parent)
 
 
@@ -397,16 +397,3 @@ def parse_scalar(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r} is no YAML scalar: {error}") from error
-
-
-def _override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
-    for dotted, value in overrides.items():
-        section, _, key = dotted.partition(".")
-        target = merged.get(section)
-        if target is None:
-            target = merged[section] = {}
-        if not isinstance(target, dict):
-            raise ConfigError(f"{section}: expected a mapping, got {target!r}")
-        target[key] = value
-    return merged

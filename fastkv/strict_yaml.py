@@ -95,3 +95,17 @@ def field_names(section: type[msgspec.Struct]) -> str:
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
     return (hint,) if typing.get_origin(hint) is Literal else (hint, *typing.get_args(hint))
+
+
+def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a file's sections with the keys that dotted paths name replaced. Raises ConfigError."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        target = merged.get(section)
+        if target is None:
+            target = merged[section] = {}
+        if not isinstance(target, dict):
+            raise ConfigError(f"{section}: expected a mapping, got {target!r}")
+        target[key] = value
+    return merged

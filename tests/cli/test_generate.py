@@ -208,6 +208,7 @@ def test_plan_compare_lists_every_legal_type(toy_file: Path, capsys: pytest.Capt
         "float8_e4m3fn": 20,
         "float8_e4m3fn_zp": 20,
         "block_wise_fp8": 13,
+        "int8_token": 13,
         "int4_zp": 40,
     }
 

@@ -278,8 +278,12 @@ def test_lookup_gets_a_deadline_and_its_digests_begin_after_what_is_cached() -> 
     assert 0 < lookup.left_s <= 0.25
     assert lookup.digests == manager.prefix_digests("b", 4)[2:]
     newer = Lookup()
-    tiers.set_weights_version("2", newer)
+    tiers.set_weights_version("2")
+    lookup.digests = []
     manager.open("c", text(1, 2)[:8] + text(2, 2))
+    assert not tiers.fetch("c")
+    assert lookup.digests == []  # not under the old version any more
+    tiers.use_lookup(newer)
     assert not tiers.fetch("c")
     assert newer.digests == manager.prefix_digests("c", 4)  # the new version's storage is asked, for all blocks
     assert not TierManager(manager, TierOptions()).fetch("b")  # no storage
@@ -576,6 +580,27 @@ def test_stale_after_update_no_level_finds_anything_and_late_transfers_re_insert
     assert counts(one, Level.HOST) == (8, 0, 0)
     assert one.run("a3", text(1, 3)) == 0
     assert one.run("a4", text(1, 3)) == 12
+
+
+def test_stale_after_update_a_plan_that_was_not_sent_is_never_sent() -> None:
+    """A fetch of older weights would read, and a store write, under the new version's name."""
+
+    class Everything:
+        def contains(self, digests: Sequence[bytes], deadline_s: float) -> int:
+            return len(digests)
+
+    manager = CacheManager(8, 4, num_host_blocks=8)
+    tiers = TierManager(manager, TierOptions(has_storage=True), Everything())
+    manager.open("a", text(1, 3))
+    assert tiers.fetch("a")
+    assert tiers.has_plans
+    tiers.set_weights_version("2")
+    assert not tiers.has_plans
+    assert tiers.take_plans() == ()
+    assert not tiers.is_fetching("a")
+    assert tiers.num_under_way == 0
+    assert manager._counts(int(Level.HOST))[1:4] == (8, 0, 0)
+    manager.check_integrity()
 
 
 def test_sleep_keeps_what_the_host_has_and_forgets_the_rest() -> None:

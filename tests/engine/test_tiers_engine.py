@@ -7,62 +7,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.attention_kinds import kind_data
 from helpers.copies import FaultyCopier
-from helpers.engine import TINY, tiny_config
-from helpers.storage_faults import Fault, FaultyConnector
+from helpers.tier_engine import POLICIES, PROMPTS, ROUNDS, SHARED, moved, run_rounds, small, unbounded_text
 
-from fastkv import CacheController, Config, ConfigError, RequestError, StorageError, TransferError, parse_config
+from fastkv import CacheController, ConfigError, RequestError, StorageError, parse_config
 from fastkv.engine import levels
-from fastkv.engine import llm as llm_module
-from fastkv.engine.llm import LLM, Generation
-from fastkv.storage import FileConnector
+from fastkv.engine.llm import LLM
 from fastkv.worker import controller as controller_module
 from fastkv.worker import storage_access
 from fastkv.worker.records import Direction
 from fastkv.worker.ticket import Ticket
 
-POLICIES = ["write_through", "write_through_selective", "write_back"]
-_rng = np.random.default_rng(17)
-SHARED = _rng.integers(0, TINY["vocab_size"], 20).tolist()
-# 5 conversations of 40 to 60 tokens, of which 20 are alike; 3 of them fit the device at once
-PROMPTS = [SHARED + _rng.integers(0, TINY["vocab_size"], 20 + 5 * i).tolist() for i in range(5)]
-ROUNDS = [PROMPTS[:3], PROMPTS[3:], PROMPTS[:2], PROMPTS]
-SMALL = {"num_device_blocks": 26, "num_host_blocks": 80, "block_size": 4}
-
-
-def small(policy: str = "write_through", store: Path | None = None, **cache: Any) -> Config:
-    storage = {} if store is None else {"storage": {"path": str(store), "max_bytes": "64MiB", "segment_bytes": "1MiB"}}
-    options = {**SMALL, "write_policy": policy, "write_through_threshold": 1, **cache}
-    return tiny_config(cache=options, scheduler={"max_batch_size": 3, "max_batch_tokens": 32}, **storage)
-
-
-def run_rounds(llm: LLM, rounds: list[list[list[int]]] = ROUNDS) -> tuple[list[list[int]], list[Generation]]:
-    """Several generate calls on one engine; all token ids, and the generations."""
-    generations = [llm.generate(prompts, max_tokens=6) for prompts in rounds]
-    llm.manager.check_integrity()
-    return [output.token_ids for one in generations for output in one.outputs], generations
-
-
-def moved(generations: list[Generation], name: str) -> int:
-    return sum(getattr(one.report.moved, name) for one in generations)
-
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[list[int]]]:
-    """Token ids of an unbounded cache, by quantisation type."""
-    found = {}
-    for quant_type in ("none", "block_wise_fp8", "int8"):
-        config = tiny_config(cache={"num_device_blocks": 2000, "block_size": 4, "kv_cache_quant_type": quant_type})
-        with LLM(config) as llm:
-            found[quant_type] = run_rounds(llm)[0]
-    return found
+    return unbounded_text()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -271,22 +235,6 @@ def test_levels_import_without_paddle() -> None:
 # -- closing ------------------------------------------------------------------------------------------------------
 
 
-def test_close_while_a_copy_does_not_end_says_so_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = faulty_copies(monkeypatch, -1, "stall")
-    llm = LLM(small(transfer_timeout_s=0.2))
-    run_rounds(llm, ROUNDS[:1])
-    made[0].at = made[0].calls
-    monkeypatch.setattr(llm_module, "_SETTLE_S", 0.1)
-    llm.generate([PROMPTS[3]], max_tokens=1)
-    assert made[0].stalled.is_set()
-    with pytest.raises(TransferError, match="cannot free the caches"):
-        llm.close()
-    assert llm._transport._worker.caches.num_blocks > 0  # type: ignore[union-attr] # memory stays under the copy
-    made[0].resume.set()
-    llm.close()
-    llm.close()
-
-
 @pytest.mark.parametrize("worker", ["inline", "process"])
 def test_close_twice_and_with_storage_is_quiet(tmp_path: Path, worker: str) -> None:
     llm = LLM(small(store=tmp_path), worker)
@@ -303,98 +251,3 @@ def test_close_with_a_stuck_storage_backend_says_that_something_is_not_stored(
     monkeypatch.setattr(storage_access.StorageAccess, "close", lambda access: real(access) and False)
     with pytest.raises(StorageError, match="stuck in a call"):
         llm.close()
-
-
-# -- faults -------------------------------------------------------------------------------------------------------
-
-
-def faulty_copies(monkeypatch: pytest.MonkeyPatch, at: int, what: str) -> list[FaultyCopier]:
-    made: list[FaultyCopier] = []
-    real = controller_module.RecordCopier
-
-    def make(*args: Any) -> FaultyCopier:
-        made.append(FaultyCopier(real(*args), at, what))
-        return made[-1]
-
-    monkeypatch.setattr(controller_module, "RecordCopier", make)
-    return made
-
-
-def faulty_storage(monkeypatch: pytest.MonkeyPatch, fault: Fault, at: int) -> list[FaultyConnector]:
-    made: list[FaultyConnector] = []
-    real: Callable[..., FileConnector] = storage_access.open_connector  # type: ignore[assignment]
-
-    def open_faulty(*args: Any) -> FaultyConnector:
-        made.append(FaultyConnector(real(*args), fault, at, stall_s=0.1))
-        return made[-1]
-
-    monkeypatch.setattr(storage_access, "open_connector", open_faulty)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("policy", "what"),
-    [("write_through", "fail"), ("write_through_selective", "scribble"), ("write_back", "scribble")],
-)
-def test_copy_that_fails_at_every_call_changes_no_text(
-    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, policy: str, what: str
-) -> None:
-    """Kinds "failed load" and "leaks": the Nth copy of a scenario fails, for every N."""
-    places = [[0, 1, 2], [0, 1, 2], [3, 4], [0, 1]]
-    rounds = [[PROMPTS[i] for i in one] for one in places]
-    wanted = [expected["none"][-5:][i] for one in places for i in one]
-    with monkeypatch.context() as patch:
-        counting = faulty_copies(patch, -1, what)
-        with LLM(small(policy)) as llm:
-            run_rounds(llm, rounds)
-        num_calls = counting[0].calls
-    assert num_calls > 5
-    failed = 0
-    for nth in range(num_calls):
-        with monkeypatch.context() as patch:
-            faulty_copies(patch, nth, what)
-            with LLM(small(policy)) as llm:
-                tokens, generations = run_rounds(llm, rounds)
-                assert llm.manager.stats().held == 0
-                failed += moved(generations, "failed_transfers")
-        assert tokens == wanted, nth
-    assert failed >= num_calls - 3  # a scenario may take another turn after a failure, and end before its Nth copy
-
-
-def test_copy_that_stalls_past_its_deadline_discards_the_step_and_the_late_end_harms_nothing(
-    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = faulty_copies(monkeypatch, -1, "stall")
-    with LLM(small(transfer_timeout_s=0.2, num_device_blocks=40)) as llm:
-        run_rounds(llm, ROUNDS[:2])
-        made[0].at, made[0].calls = 0, 0  # the next copy, a load, stalls
-        start = time.monotonic()
-        generation = llm.generate(ROUNDS[2], max_tokens=6)
-        assert made[0].stalled.is_set()
-        assert time.monotonic() - start < 20
-        assert [output.token_ids for output in generation.outputs] == expected["none"][5:7]
-        assert generation.report.moved.failed_transfers == 0  # not yet: the manager waits longer than the worker
-        made[0].resume.set()
-        tokens, _ = run_rounds(llm, ROUNDS[3:])
-        assert tokens == expected["none"][7:]
-        assert llm.manager.stats().held == 0
-
-
-@pytest.mark.parametrize("fault", list(Fault))
-def test_storage_that_fails_at_every_call_changes_no_text(
-    expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Fault
-) -> None:
-    """A backend that is slow, full, broken or corrupts costs misses and counters, never an error to a request."""
-    rounds, wanted = [PROMPTS[:3], PROMPTS[3:], PROMPTS[:2]], expected["none"][:7]
-    nth = 0
-    while True:
-        with monkeypatch.context() as patch:
-            made = faulty_storage(patch, fault, nth)
-            with LLM(small("write_through", tmp_path / f"{fault.value}-{nth}", num_host_blocks=9)) as llm:
-                tokens, _ = run_rounds(llm, rounds)
-        assert tokens == wanted, nth
-        if not made[0].trigger.has_come:
-            break
-        assert made[0].counters().get(f"injected_{fault.value}", 1) == 1
-        nth += 1 if nth < 3 else 4
-    assert nth > 3

@@ -120,10 +120,11 @@ def naive_copy(
 
 class FaultyCopier:
     """A BlockCopier that does something at its Nth call (from 0): "fail", "scribble" (half a copy, then fail) or
-    "stall" (until `resume` is set). Counts calls; -1 does nothing. While `gate` is clear every call waits."""
+    "stall" (until `resume` is set or stall_s is over). Counts calls; -1 does nothing. While `gate` is clear every call
+    waits."""
 
-    def __init__(self, inner: BlockCopier, at: int = -1, what: str = "fail") -> None:
-        self.inner, self.at, self.what = inner, at, what
+    def __init__(self, inner: BlockCopier, at: int = -1, what: str = "fail", stall_s: float = 30.0) -> None:
+        self.inner, self.at, self.what, self.stall_s = inner, at, what, stall_s
         self.calls = 0
         self.log: list[tuple[Direction, list[int], list[int], range]] = []
         self.resume = threading.Event()
@@ -167,7 +168,7 @@ class FaultyCopier:
         if call == self.at:
             if self.what == "stall":
                 self.stalled.set()
-                assert self.resume.wait(30)
+                self.resume.wait(self.stall_s)
             else:
                 if self.what == "scribble":
                     self.inner.copy(direction, device_ids, np.roll(host_ids, 1), range(layers.start, layers.start + 1))

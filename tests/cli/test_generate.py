@@ -72,14 +72,14 @@ def test_generate_interrupted_leaves_no_worker_behind() -> None:
     assert process.stdout is not None
     assert process.stdout.read(4) == "Once"  # the engine is up and its text flows
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: engine and worker both get it
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert stderr.strip().splitlines()[-1] == "fastkv: interrupted"
     assert "Traceback" not in stderr
     _wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
-def _wait_for(condition: Any, timeout_s: float = 30.0) -> Any:
+def _wait_for(condition: Any, timeout_s: float = 120.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited too long"

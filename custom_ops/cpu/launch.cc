@@ -178,8 +178,10 @@ struct WorkList {
   };
   std::vector<AttendTask> pieces;
   std::vector<Merge> merges;
-  int64_t longest = 0;    // rows of the largest tile
-  double products = 0.0;  // of queries and positions, for the decision whether to use threads
+  std::vector<int64_t> merge_of;               // by piece: its place in merges, or -1
+  std::vector<std::atomic<int64_t>> finished;  // by merge: pieces that are done
+  int64_t longest = 0;                         // rows of the largest tile
+  double products = 0.0;                       // of queries and positions, for the decision whether to use threads
   int64_t partial_floats = 0;
 };
 
@@ -232,8 +234,11 @@ WorkList list_work(const AttentionParams& p, int64_t tile_rows) {
       piece.pos_begin = bound(i);
       piece.pos_end = bound(i + 1);
       work.pieces.push_back(piece);
+      work.merge_of.push_back(count > 1 ? static_cast<int64_t>(work.merges.size()) - 1 : -1);
     }
   }
+  work.finished = std::vector<std::atomic<int64_t>>(work.merges.size());
+  for (std::atomic<int64_t>& count : work.finished) count.store(0);
   return work;
 }
 
@@ -323,20 +328,18 @@ Status append_attention(const AttentionParams& params) {
   if (!status.ok()) return status;
 
   std::atomic<int64_t> next{0};
-  const int64_t num_merges = static_cast<int64_t>(work.merges.size());
+  // Whoever finishes the last piece of a tile merges them: a barrier would be one more wait for a thread that the
+  // system may not be running.
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float* own = scratch + omp_get_thread_num() * scratch_floats;
     for (int64_t i = next++; i < num_pieces; i = next++) {
       table.attend_piece(params, table, work.pieces[static_cast<size_t>(i)], own);
-    }
-    if (num_merges > 0) {
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < num_merges; ++i) {
-        const WorkList::Merge& merge = work.merges[static_cast<size_t>(i)];
-        table.merge_pieces(params, table, merge.tile, merge.pieces, own);
-      }
+      const int64_t at = work.merge_of[static_cast<size_t>(i)];
+      if (at < 0) continue;
+      const WorkList::Merge& merge = work.merges[static_cast<size_t>(at)];
+      if (work.finished[static_cast<size_t>(at)].fetch_add(1) + 1 < merge.pieces) continue;
+      table.merge_pieces(params, table, merge.tile, merge.pieces, own);
     }
   }
   const int64_t used = batch.query_start[batch.batch];

@@ -85,7 +85,8 @@ static void set_dots(float offset, RowKernels* kernels) {
 
 /// Makes the kernels of a key cache those of this file, if its codes are integers.
 static inline void use_dots(Storage storage, RowKernels* kernels) {
-  if (storage == Storage::kInt8 || storage == Storage::kInt8Zp) set_dots<8>(128.0f, kernels);
+  const bool is_int8 = storage == Storage::kInt8 || storage == Storage::kInt8Zp || storage == Storage::kInt8Token;
+  if (is_int8) set_dots<8>(128.0f, kernels);
   if (storage == Storage::kInt4Zp) set_dots<4>(8.0f, kernels);
 }
 

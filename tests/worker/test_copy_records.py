@@ -21,6 +21,7 @@ from helpers.toy import toy_config, toy_data
 from fastkv import CacheController, ConfigError, InvariantError, TransferError, parse_config
 from fastkv.core.spec import Role
 from fastkv.ops._load import force_isa
+from fastkv.worker import records
 from fastkv.worker.records import _LANDED, Direction, RecordCopier, _library
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.12 on
@@ -100,7 +101,8 @@ def test_copier_equals_the_naive_copy_for_every_layer_range(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_copier_tells_what_landed_when_it_is_there(threads: int) -> None:
+def test_copier_tells_what_landed_when_it_is_there(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_GROUP_BYTES", 512 << 10)
     data = toy_data("gqa", quant_type="int8", num_device_blocks=48, num_host_blocks=48)
     data["model"] |= {"head_dim": 64, "num_layers": 6}
     data["cache"]["block_size"] = 64

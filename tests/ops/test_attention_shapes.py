@@ -98,7 +98,7 @@ def test_verification_and_chunks_of_every_storage(
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("context", [127, 128, 129, 1023, 1024, 1025])
+@pytest.mark.parametrize("context", [127, 128, 129, 767, 768, 1023, 1025])
 def test_contexts_around_chunks_blocks_and_pieces(rng: np.random.Generator, block_size: int, context: int) -> None:
     for storage in (("none", "float32"), ("int4_zp", "float32")):
         check(rng, storage, [1], [context], group=4, dim=64, block_size=block_size)

@@ -229,9 +229,9 @@ def attend(
         out.data_ptr(),
         code,
         num_heads,
-        out_dim,
-        softmax_scale,
-        window,
+        int(out_dim),
+        float(softmax_scale),  # NumPy's scalars are none of ctypes' numbers
+        int(window),
     )
     if status:
         message = _library.last_refusal().decode()

@@ -116,7 +116,8 @@ def test_call_that_fits_needs_no_dispatch(rng: np.random.Generator, monkeypatch:
     batch = make_batch(rng, *RAGGED, block_size=4, num_blocks=12)
     twin = fill_context(rng, make_twin(rng, "int8", blocks=12, dim=16), batch)
     monkeypatch.setattr(attention, "run_op", None)
-    run_both(rng, twin, batch, group=2, rope=rope_tables(16, "neox"), window=3, sinks=np.zeros(4, np.float32))
+    options = {"window": np.int64(3), "softmax_scale": np.float32(0.25), "sinks": np.zeros(4, np.float32)}
+    run_both(rng, twin, batch, group=2, rope=rope_tables(16, "neox"), **options)
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)

@@ -119,7 +119,10 @@ class SlotTable:
         self._records[record.digest] = record
 
     def restore(self, evicted: Sequence[Record]) -> None:
-        """Undo the evictions of `reserve`, given in their order: nothing was written to the slots."""
+        """Undo the evictions of `reserve`, given in their order: nothing was written to the slots.
+
+        They are the oldest again; pinned records that were older, and that `reserve` passed over, now come after them.
+        """
         for record in reversed(evicted):
             if record.slot not in self._reserved or record.digest in self._records:
                 raise InvariantError(f"slot {record.slot} is not reserved, or its digest is stored already")

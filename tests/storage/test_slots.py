@@ -57,14 +57,17 @@ class SlotTableMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def reserve_then_restore(self, count: int) -> None:
-        """A batch whose evictions could not be written: as if it had not been."""
+        """A batch whose evictions could not be written. Nothing is lost; older pinned records are now younger."""
         evicted = []
-        for slot, record in filter(None, [self.table.reserve() for _ in range(count)]):
-            if record is None:
+        for slot, old in filter(None, [self.table.reserve() for _ in range(count)]):
+            if old is None:
                 self.table.abandon(slot)
             else:
-                evicted.append(record)
+                evicted.append(old)
         self.table.restore(evicted)
+        returned = {old.digest for old in evicted}
+        back = [name for name in self.order if digest(name) in returned]
+        self.order = back + [name for name in self.order if name not in back]
 
     @rule(stored=st.booleans())
     @precondition(lambda self: self.reserved)

@@ -74,14 +74,17 @@ class LoadedModel(LlamaModel):
         return self.geometry.vocab_size
 
     def paged_attend(self, layers: Sequence[LayerCache], batch: AttentionBatch, dtype: str) -> AnyAttend:
-        """See CausalModel. Rotary embedding happens inside the op."""
+        """See CausalModel. Rotary embedding happens inside the op; all layers of the step share its result's memory."""
+        shape = [batch.num_tokens, self.geometry.num_heads, self.geometry.head_dim]
+        scale, rope, out = self.softmax_scale, self.rope, paddle.empty(shape, getattr(paddle, dtype))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (_cast(x, dtype) for x in (q, k, v))
-            out = append_attention(q, k, v, layers[layer], batch, softmax_scale=self.softmax_scale, rope=self.rope)
-            return _cast(out, "float32")
+            return append_attention(q, k, v, layers[layer], batch, softmax_scale=scale, rope=rope, out=out)
 
-        return attend
+        def cast_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _cast(attend(layer, _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)), "float32")
+
+        return attend if dtype == "float32" else cast_and_attend
 
 
 class LoadedMlaModel(MlaModel):

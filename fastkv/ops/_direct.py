@@ -185,6 +185,7 @@ def attend(
     rope: RopeView | None = None,
     window: int = 0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | None:
     """Write and attend; None if anything does not fit, and nothing was done. v None: a latent cache.
 
@@ -213,19 +214,22 @@ def attend(
         or window < 0
         or (rope is not None and not 2 <= rope.rotary_dim <= layer.key_dim)
         or (sinks is not None and not _is_rows(sinks, paddle.float32, [num_heads]))
-        or (_HAS_DEVICES and not all(x.place.is_cpu_place() for x in (q, k, v, sinks) if x is not None))
+        or (_HAS_DEVICES and not all(x.place.is_cpu_place() for x in (q, k, v, sinks, out) if x is not None))
+        or (out is not None and not _is_rows(out, dtype, [num_tokens, num_heads, out_dim]))
     ):
         return None
-    out = _empty([num_tokens, num_heads, out_dim], dtype, _PLACE)
+    inputs = (q.data_ptr(), k.data_ptr(), None if v is None else v.data_ptr())
+    if out is None:
+        out = _empty([num_tokens, num_heads, out_dim], dtype, _PLACE)
+    elif out.data_ptr() in inputs:
+        raise ConfigError("out is the memory of q, k or v, which are read while it is written; give another tensor")
     assert _library is not None
     status = _library.attend(
         layer.pointer,
         batch.pointer,
         None if rope is None else rope.pointer,
         None if sinks is None else sinks.data_ptr(),
-        q.data_ptr(),
-        k.data_ptr(),
-        None if v is None else v.data_ptr(),
+        *inputs,
         out.data_ptr(),
         code,
         num_heads,

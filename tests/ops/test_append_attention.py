@@ -26,6 +26,7 @@ from helpers.ops_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastkv.errors import ConfigError
 from fastkv.ops import Rope, append_attention, attention
 from fastkv.ops import reference as ref
 from fastkv.ops._load import run_op
@@ -118,6 +119,42 @@ def test_call_that_fits_needs_no_dispatch(rng: np.random.Generator, monkeypatch:
     monkeypatch.setattr(attention, "run_op", None)
     options = {"window": np.int64(3), "softmax_scale": np.float32(0.25), "sinks": np.zeros(4, np.float32)}
     run_both(rng, twin, batch, group=2, rope=rope_tables(16, "neox"), **options)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("model_dtype", MODEL_DTYPES)
+def test_out_receives_the_result_and_is_returned(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, model_dtype: str, is_direct: bool
+) -> None:
+    batch = make_batch(rng, *RAGGED, block_size=4, num_blocks=12)
+    twin = fill_context(rng, make_twin(rng, "int8", model_dtype, blocks=12, dim=16), batch)
+    tokens = len(batch.slot_mapping)
+    q, k, v = (to_paddle(model_rows(rng, (tokens, heads, 16), model_dtype)) for heads in (4, 2, 2))
+    expected = append_attention(q, k, v, twin.layer, paddle_batch(batch), softmax_scale=0.3)
+    if not is_direct:
+        monkeypatch.setattr(attention._direct, "attend", lambda *_, **__: None)
+    out = paddle.full([tokens, 4, 16], 7, model_dtype)
+    result = append_attention(q, k, v, twin.layer, paddle_batch(batch), softmax_scale=0.3, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    np.testing.assert_array_equal(to_array(out), to_array(expected))
+
+
+def test_out_that_does_not_fit_is_refused_before_anything_is_written(rng: np.random.Generator) -> None:
+    batch = make_batch(rng, *RAGGED, block_size=4, num_blocks=12)
+    twin = fill_context(rng, make_twin(rng, blocks=12, dim=16), batch)
+    tokens, before = len(batch.slot_mapping), to_array(twin.layer.key).copy()
+    q, k, v = (to_paddle(model_rows(rng, (tokens, 2, 16), "float32")) for _ in range(3))
+    wrong: list[tuple[object, str]] = [
+        (paddle.zeros([tokens, 2, 8]), r"out must be float32 \[\d+, 2, 16\]"),
+        (paddle.zeros([tokens, 2, 16], "bfloat16"), "out must be float32"),
+        (paddle.zeros([tokens, 16, 2]).transpose([0, 2, 1]), "out.*not contiguous"),
+        (np.zeros((tokens, 2, 16), np.float32), "out must be a Paddle tensor"),
+        (q, "memory of q, k or v"),
+    ]
+    for out, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            append_attention(q, k, v, twin.layer, paddle_batch(batch), softmax_scale=0.3, out=out)
+    np.testing.assert_array_equal(to_array(twin.layer.key), before)
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)

@@ -23,13 +23,14 @@ from fastkv.core.transfers import TransferPlan, stage_of  # noqa: E402
 from fastkv.storage.namespace import StorageNamespace  # noqa: E402
 from fastkv.worker.storage_access import open_storage  # noqa: E402
 
-CASES = [(attention, quant, rank) for attention, quant in legal_pairs() for rank in (0, 1)]
+CASES = [(*pair, tp_size, rank) for pair in legal_pairs() for tp_size, rank in ((1, 0), (2, 0), (2, 1))]
+"""(attention, kv_cache_quant_type, ranks, rank)."""
 DIGESTS = [hashlib.sha256(bytes([block])).digest() for block in range(4)]
 
 
-def case_config(folder: Path, attention: str, quant_type: str) -> Config:
-    """The toy with MTP on two ranks, storing into folder."""
-    data = toy_data(attention, quant_type=quant_type, tp_size=2)
+def case_config(folder: Path, attention: str, quant_type: str, tp_size: int) -> Config:
+    """The toy with MTP on that many ranks, storing into folder."""
+    data = toy_data(attention, quant_type=quant_type, tp_size=tp_size)
     data["storage"] = {"path": str(folder), "max_bytes": "64MiB", "segment_bytes": "1MiB", "get_timeout_s": 20}
     return parse_config(data)
 
@@ -51,15 +52,15 @@ def opened(config: Config, rank: int) -> CacheController:
 
 def main(folder: Path) -> int:
     """Check all cases."""
-    for attention, quant_type, rank in CASES:
-        controller = opened(case_config(folder, attention, quant_type), rank)
+    for *case, rank in CASES:
+        controller = opened(case_config(folder, *case), rank)
         poison(controller)
         fetch = stage_of(Level.STORAGE, Level.HOST, destination_ids=[2, 0], digests=DIGESTS[1:3])
         load = stage_of(Level.HOST, Level.DEVICE, [2, 0], [0, 3])
         ack = controller.submit(TransferPlan(1, (fetch, load))).wait(30)
         wrong = wrong_pieces(controller, {0: 1, 3: 2, 1: None, 2: None})
         if ack.failure is not None or wrong:
-            print(attention, quant_type, rank, ack, wrong)
+            print(*case, rank, ack, wrong)
         storage = controller.storage
         controller.free_cache()
         assert storage is not None

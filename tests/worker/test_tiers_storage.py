@@ -66,9 +66,10 @@ def record_bytes() -> int:
 
 
 def test_byte_patterns_device_host_disk_other_process_host_device(tmp_path: Path) -> None:
-    """All storage types, GQA, MLA, DSA, MTP on, two ranks: bit-equal in the other process, neighbours untouched."""
-    for attention, quant_type, rank in CASES:
-        controller = opened(case_config(tmp_path, attention, quant_type), rank)
+    """All storage types, GQA, MLA, DSA, MTP on, one rank and two: bit-equal in the other process, neighbours
+    untouched."""
+    for *case, rank in CASES:
+        controller = opened(case_config(tmp_path, *case), rank)
         fill(controller)
         controller.host_records[:] = POISON
         ack = run(controller, stage_of(*OFFLOAD, [1, 2], [0, 2]), put([0, 2], DIGESTS[1:3]))

@@ -71,7 +71,7 @@ class CopyBench:
         tensors = iter(self.controller.get_kv_caches().values())
         rows = [(next(tensors).data_ptr(), part.nbytes, part.nbytes, part.offset) for part in self._parts()]
         self.parts = np.array(rows, dtype=np.int64)
-        self.library = load_floor(Path(__file__).with_name("floor") / "tiers_floor.cc", "-pthread")
+        self.native = load_floor(Path(__file__).with_name("floor") / "tiers_floor.cc", "-pthread")
         self.rng = np.random.default_rng(0)
         self._plan_id = 0
         self._move(Level.HOST, Level.DEVICE, np.arange(self.pool, dtype=np.int32), np.arange(self.pool, dtype=np.int32))
@@ -111,7 +111,7 @@ class CopyBench:
 
     def _floor(self, blocks: np.ndarray, rows: np.ndarray, to_device: bool, stream: int) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.library.floor_move(
+        self.native.floor_move(
             *(pointer(self.parts.ctypes.data), number(len(self.parts))),
             *(pointer(self.host.ctypes.data), number(self.host.shape[1])),
             *(pointer(blocks.ctypes.data), pointer(rows.ctypes.data), number(self.count)),

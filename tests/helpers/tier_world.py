@@ -16,7 +16,7 @@ from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure, TransferPlan, check_plan
 from fastkv.scheduler import CacheManager
 from fastkv.scheduler.events import MEDIA
-from fastkv.scheduler.tiers import TierManager, TierOptions
+from fastkv.scheduler.tiers import TierManager, TierOptions, WritePolicy
 
 POISON = b"poison"
 
@@ -241,3 +241,19 @@ class TierWorld:
         for level in (0, 1):
             assert self.manager._counts(level)[3] == 0, f"level {level} leaks"
         assert self.manager._num_transfers() == 0
+
+
+def text(name: int, num_blocks: int, block_size: int = 4) -> list[int]:
+    """Tokens of whole blocks and one more, so that all of the blocks can be found."""
+    return [1000 * name + i for i in range(num_blocks * block_size)] + [7]
+
+
+def world(
+    num_device: int = 4, num_host: int = 8, policy: WritePolicy = WritePolicy.WRITE_THROUGH, **options: object
+) -> TierWorld:
+    return TierWorld(num_device, 4, num_host, TierOptions(write_policy=policy, **options))  # type: ignore[arg-type]
+
+
+def counts(one: TierWorld, level: Level) -> tuple[int, int, int]:
+    """(free, evictable, held) blocks of a level."""
+    return one.manager._counts(int(level))[1:4]

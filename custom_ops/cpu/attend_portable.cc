@@ -1,15 +1,3 @@
 // The attention kernel for the portable instruction set.
 #define FASTKV_ISA portable
 #include "fastkv/attend_piece.h"
-#include "fastkv/isa_kernels.h"
-
-namespace fastkv::FASTKV_ISA {
-
-void fill_attention(KernelTable* table) {
-  table->tile_rows = &tile_rows;
-  table->attend_scratch = &attend_scratch;
-  table->attend_piece = &attend_piece;
-  table->merge_pieces = &merge_pieces;
-}
-
-}  // namespace fastkv::FASTKV_ISA

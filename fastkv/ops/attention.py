@@ -13,7 +13,7 @@ from fastkv.ops import _direct
 from fastkv.ops._load import run_op
 from fastkv.ops.batch import AttentionBatch, Rope
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_rows, check_tensor, describe, is_static_graph
+from fastkv.ops.checks import check_out, check_rows, check_tensor, is_static_graph
 
 
 def append_attention(
@@ -79,8 +79,24 @@ def append_attention(
     if sinks is not None:
         check_tensor(sinks, "sinks", None, 1, "float32 [num_heads]")
     if out is not None:
-        _check_out(out, q, v)
-    result = run_op(
+        check_out(out, q.dtype, [*q.shape[:2], v.shape[2]])
+    result = _run_append_attention(q, k, v, cache, batch, softmax_scale, rope, window, sinks)
+    return result if out is None else paddle.assign(result, out)
+
+
+def _run_append_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    rope: Rope | None,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The registered op, which refuses in words what does not fit."""
+    return run_op(
         "fastkv_append_attention",
         q,
         k,
@@ -98,15 +114,6 @@ def append_attention(
         rope.style if rope is not None else "neox",
         window,
     )[0]
-    return result if out is None else paddle.assign(result, out)
-
-
-def _check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
-    expected = [*q.shape[:2], v.shape[2]]
-    layout = f"{str(q.dtype).removeprefix('paddle.')} {expected}"
-    check_tensor(out, "out", q.dtype, 3, layout)
-    if list(out.shape) != expected:
-        raise ConfigError(f"out must be {layout}, but is {describe(out)}")
 
 
 def mla_append_attention(

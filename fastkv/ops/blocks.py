@@ -10,7 +10,7 @@ from paddle import Tensor
 from fastkv.errors import ConfigError
 from fastkv.ops._load import run_op
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_memory, check_tensor, describe
+from fastkv.ops.checks import check_memory, check_out, check_tensor
 
 
 def write_cache(k: Tensor, v: Tensor | None, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -83,10 +83,7 @@ def _check_out(cache: LayerCache, slots: Tensor, out: tuple[Tensor, Tensor | Non
     for tensor, source in zip(out, (cache.key, cache.value), strict=True):
         if tensor is not None and source is not None:
             dim = int(source.shape[3]) * cache.storage.elements_per_byte
-            expected = [int(slots.shape[0]), int(source.shape[1]), dim]
-            check_tensor(tensor, "out", paddle.float32, 3, f"float32 {expected}")
-            if list(tensor.shape) != expected:
-                raise ConfigError(f"out must be float32 {expected}, but is {describe(tensor)}")
+            check_out(tensor, paddle.float32, [int(slots.shape[0]), int(source.shape[1]), dim])
     return out
 
 

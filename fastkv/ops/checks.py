@@ -48,6 +48,18 @@ def check_tensor(tensor: Any, name: str, dtype: Any, ndim: int, layout: str) -> 
     check_memory(tensor, name)
 
 
+def check_out(out: Any, dtype: Any, shape: list[int]) -> None:
+    """Refuse what is not a contiguous CPU tensor of exactly this dtype and shape, as a place for a result.
+
+    Raises:
+        ConfigError: what it must be and what it is.
+    """
+    layout = f"{str(dtype).removeprefix('paddle.')} {shape}"
+    check_tensor(out, "out", dtype, len(shape), layout)
+    if list(out.shape) != shape:
+        raise ConfigError(f"out must be {layout}, but is {describe(out)}")
+
+
 def check_rows(rows: Any, name: str) -> None:
     """What only Python can tell of a step's rows, at little cost; shape, dtype and device are the op's to refuse.
 

@@ -11,7 +11,7 @@ import paddle
 
 from fastkv.core.dtype import AttentionKind, ScaleKind
 from fastkv.core.scales import RoleScales
-from fastkv.core.spec import CacheSpec, Role
+from fastkv.core.spec import CacheSpec, LayerGroup, Role
 from fastkv.errors import ConfigError
 from fastkv.ops import LayerCache, StaticScales
 from fastkv.worker.static_scales import LayerScales
@@ -42,9 +42,7 @@ class DeviceCaches:
         Raises:
             ConfigError: no such group, allocated already, or not enough memory.
         """
-        layers = self.spec.group(group)
-        if group in self._groups:
-            raise ConfigError(f"the {group} caches are initialised already; free them before initialising again")
+        layers = self._new_group(group)
         held_bytes = sum(self.group_bytes(name) for name in self._groups)
         self._groups[group] = allocate_group(layers, pool_blocks, self.device, held_bytes)
         return self._groups[group]
@@ -60,9 +58,7 @@ class DeviceCaches:
         Raises:
             ConfigError: no such group, allocated already, or a tensor is not what the spec says.
         """
-        layers = self.spec.group(group)
-        if group in self._groups:
-            raise ConfigError(f"the {group} caches are initialised already; free them before initialising again")
+        layers = self._new_group(group)
         wanted = {(layer, role.role): role for layer in layers.layers for role in layers.roles}
         if tensors.keys() != wanted.keys():
             raise ConfigError(f"the {group} caches have {len(wanted)} tensors, {len(tensors)} others were given")
@@ -76,6 +72,13 @@ class DeviceCaches:
                     f"{self.spec.storage.name} needs contiguous {needed[0]} {needed[1]} on {needed[2]}"
                 )
         self._groups[group] = dict(tensors)
+
+    def _new_group(self, group: str) -> LayerGroup:
+        """The group, which has no tensors yet. Raises ConfigError otherwise."""
+        layers = self.spec.group(group)
+        if group in self._groups:
+            raise ConfigError(f"the {group} caches are initialised already; free them before initialising again")
+        return layers
 
     def tensors(self, group: str) -> CacheTensors:
         """(layer, role) -> tensor of an allocated group.

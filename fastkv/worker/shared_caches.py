@@ -25,7 +25,7 @@ import numpy as np
 from fastkv.core.spec import CacheSpec, LayerGroup, RoleSpec
 from fastkv.errors import ConfigError
 from fastkv.storage.namespace import digest_scales
-from fastkv.worker.static_scales import LayerScales
+from fastkv.worker.static_scales import LayerScales, named_arrays
 from fastkv.worker.tensors import ByteArray, CacheTensors, check_fits, device_capacity_bytes, tensor_over
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -78,7 +78,10 @@ class SharedCaches:
         try:
             self._map = mmap.mmap(fd, 0)
         except OSError as error:
-            (_give_up(self.path, fd, os.getpid()) if owner else os.close(fd))
+            if owner:
+                _give_up(self.path, fd, os.getpid())
+            else:
+                os.close(fd)
             raise ConfigError(f"cannot map the shared caches at {self.path}: {error}") from error
         self._give_up = weakref.finalize(self, _give_up, self.path, fd, os.getpid()) if owner else None
         if not owner:
@@ -186,13 +189,7 @@ def _give_up(path: Path, fd: int, owner: int) -> None:
 
 def _describe(spec: CacheSpec, scales: LayerScales | None) -> dict[str, object]:
     """What the bytes mean, besides their dtypes and shapes."""
-    arrays = {
-        f"{layer}.{role.value}.{name}": array
-        for layer, roles in (scales or {}).items()
-        for role, of_role in roles.items()
-        for name, array in (("scale", of_role.scale), ("zero_point", of_role.zero_point))
-        if array is not None
-    }
+    arrays = named_arrays(scales)
     return {
         "kv_cache_quant_type": spec.storage.name,
         "scale granularity": spec.scale_granularity.value if spec.scale_granularity else None,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fastkv.config import Config
 from fastkv.core.dtype import ScaleKind
@@ -92,6 +93,17 @@ def read_scales_file(path: str | os.PathLike[str]) -> CalibrationRanges:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"scales file {path} is damaged ({error!r}); run `fastkv calibrate` again") from error
+
+
+def named_arrays(scales: LayerScales | None, prefix: str = "") -> dict[str, npt.NDArray[np.float32]]:
+    """Scales and zero points by "{prefix}{layer}.{role}.scale" and "...zero_point", to digest them."""
+    arrays = {}
+    for layer, roles in (scales or {}).items():
+        for role, of_role in roles.items():
+            arrays[f"{prefix}{layer}.{role.value}.scale"] = of_role.scale
+            if of_role.zero_point is not None:
+                arrays[f"{prefix}{layer}.{role.value}.zero_point"] = of_role.zero_point
+    return arrays
 
 
 def load_static_scales(config: Config, rank: int, weights_fingerprint: str = "") -> LayerScales | None:

@@ -25,7 +25,7 @@ from fastkv.storage.base import Buffer, Durability, GetOutcome, PutOutcome, dead
 from fastkv.storage.namespace import Scalar, digest_scales
 from fastkv.storage.ticket import StorageTicket, finished
 from fastkv.storage.write_behind import StorageWorker, StorageWorkerConfig
-from fastkv.worker.static_scales import load_static_scales
+from fastkv.worker.static_scales import load_static_scales, named_arrays
 
 ByteArray = npt.NDArray[np.uint8]
 AnyStorageTicket: TypeAlias = "StorageTicket[PutOutcome] | StorageTicket[GetOutcome]"
@@ -152,11 +152,7 @@ def open_storage(config: Config, namespace: StorageNamespace, rank: int) -> Stor
 
 def _scales_digest(config: Config) -> str:
     """Of all ranks' scales, so that every rank computes the same."""
-    arrays = {}
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
     for rank in range(config.parallel.tensor_parallel_size):
-        for layer, roles in (load_static_scales(config, rank) or {}).items():
-            for role, scales in roles.items():
-                arrays[f"{rank}.{layer}.{role.value}.scale"] = scales.scale
-                if scales.zero_point is not None:
-                    arrays[f"{rank}.{layer}.{role.value}.zero_point"] = scales.zero_point
+        arrays |= named_arrays(load_static_scales(config, rank), f"{rank}.")
     return digest_scales(arrays)

@@ -1,6 +1,8 @@
-// The attention half of the kernel table, for the sources that are compiled once an instruction set.
+// The attention half of the kernel table: all of the sources that are compiled once an instruction set
+// (cpu/attend_*.cc).
 #pragma once
 
+#include "fastkv/isa_kernels.h"
 #include "fastkv/panels.h"
 #include "fastkv/row_tile.h"
 
@@ -65,6 +67,13 @@ static void merge_pieces(const AttentionParams& p, const KernelTable& table, con
     }
     tile.finish(row, scratch, maximum, sum);
   }
+}
+
+void fill_attention(KernelTable* table) {
+  table->tile_rows = &tile_rows;
+  table->attend_scratch = &attend_scratch;
+  table->attend_piece = &attend_piece;
+  table->merge_pieces = &merge_pieces;
 }
 
 }  // namespace fastkv::FASTKV_ISA

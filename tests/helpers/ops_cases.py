@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 
 from fastkv.core.dtype import STORAGE_DTYPES, ScaleKind, parse_quant_type
-from fastkv.ops import AttentionBatch, LayerCache, StaticScales
+from fastkv.ops import AttentionBatch, LayerCache, Rope, StaticScales, append_attention
 from fastkv.ops import reference as ref
 from fastkv.ops.reference_codec import E4M3_NAN, from_float32, to_float32
 
@@ -174,3 +174,49 @@ def assert_close(actual: paddle.Tensor, expected: np.ndarray, model_dtype: str) 
         rtol=tolerance,
         atol=tolerance,
     )
+
+
+def rope_tables(dim: int, style: str, positions: int = 64) -> ref.RopeTables:
+    """Angles of the usual base; rotary_dim is dim."""
+    angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
+    return ref.RopeTables(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
+
+
+def run_both(
+    rng: np.random.Generator,
+    twin: Twin,
+    batch: ref.Batch,
+    group: int,
+    *,
+    rope: ref.RopeTables | None = None,
+    window: int = 0,
+    sinks: np.ndarray | None = None,
+    softmax_scale: float = 0.3,
+) -> tuple[paddle.Tensor, np.ndarray]:
+    """Random q, k, v through the op and through the reference; checks the caches' bytes.
+
+    Returns:
+        What the op gave, and what the reference says, which is finite: two NaN would compare equal.
+    """
+    dtype = twin.key.model_dtype
+    tokens, heads = len(batch.slot_mapping), twin.key.data.shape[1]
+    q = model_rows(rng, (tokens, heads * group, twin.key.dim), dtype)
+    k = model_rows(rng, (tokens, heads, twin.key.dim), dtype)
+    v = model_rows(rng, (tokens, heads, twin.value.dim), dtype)
+    out = append_attention(
+        to_paddle(q),
+        to_paddle(k),
+        to_paddle(v),
+        twin.layer,
+        paddle_batch(batch),
+        softmax_scale=softmax_scale,
+        rope=Rope(to_paddle(rope.cos), to_paddle(rope.sin), rope.style) if rope else None,
+        window=window,
+        sinks=to_paddle(sinks) if sinks is not None else None,
+    )
+    expected = ref.append_attention(
+        q, k, v, twin.key, twin.value, batch, softmax_scale=softmax_scale, rope=rope, window=window, sinks=sinks
+    )
+    twin.assert_same_bytes()
+    assert np.isfinite(to_float32(expected, dtype)).all(), "two NaN would compare equal"
+    return out, expected

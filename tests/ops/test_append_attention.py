@@ -13,13 +13,14 @@ from helpers.ops_cases import (
     MODEL_DTYPES,
     QUANT_TYPES,
     STORAGES,
-    Twin,
     assert_close,
     fill_context,
     make_batch,
     make_twin,
     model_rows,
     paddle_batch,
+    rope_tables,
+    run_both,
     to_array,
     to_paddle,
 )
@@ -30,51 +31,9 @@ from fastkv.errors import ConfigError
 from fastkv.ops import Rope, append_attention, attention
 from fastkv.ops import reference as ref
 from fastkv.ops._load import run_op
-from fastkv.ops.reference_codec import to_float32
 
 RAGGED = ([1, 5, 0, 3], [7, 0, 4, 6])
 """Query and context lengths: decode, prefill, an idle request, verification of three tokens."""
-
-
-def run_both(
-    rng: np.random.Generator,
-    twin: Twin,
-    batch: ref.Batch,
-    group: int,
-    *,
-    rope: ref.RopeTables | None = None,
-    window: int = 0,
-    sinks: np.ndarray | None = None,
-    softmax_scale: float = 0.3,
-) -> tuple[paddle.Tensor, np.ndarray]:
-    """Random q, k, v through the op and through the reference; checks the caches' bytes."""
-    dtype = twin.key.model_dtype
-    tokens, heads = len(batch.slot_mapping), twin.key.data.shape[1]
-    q = model_rows(rng, (tokens, heads * group, twin.key.dim), dtype)
-    k = model_rows(rng, (tokens, heads, twin.key.dim), dtype)
-    v = model_rows(rng, (tokens, heads, twin.value.dim), dtype)
-    out = append_attention(
-        to_paddle(q),
-        to_paddle(k),
-        to_paddle(v),
-        twin.layer,
-        paddle_batch(batch),
-        softmax_scale=softmax_scale,
-        rope=Rope(to_paddle(rope.cos), to_paddle(rope.sin), rope.style) if rope else None,
-        window=window,
-        sinks=to_paddle(sinks) if sinks is not None else None,
-    )
-    expected = ref.append_attention(
-        q, k, v, twin.key, twin.value, batch, softmax_scale=softmax_scale, rope=rope, window=window, sinks=sinks
-    )
-    twin.assert_same_bytes()
-    assert np.isfinite(to_float32(expected, dtype)).all(), "two NaN would compare equal"
-    return out, expected
-
-
-def rope_tables(dim: int, style: str, positions: int = 64) -> ref.RopeTables:
-    angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
-    return ref.RopeTables(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
 
 
 @pytest.mark.parametrize(("quant_type", "model_dtype"), STORAGES)

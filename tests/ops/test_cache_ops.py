@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
-from helpers.ops_cases import STORAGES, cache_tensor, layer_of, make_twin, model_rows, to_array, to_paddle
+from helpers.ops_cases import MODEL_DTYPES, STORAGES, cache_tensor, layer_of, make_twin, model_rows, to_array, to_paddle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,6 +103,21 @@ def test_write_goes_into_the_tensor_that_was_given(rng: np.random.Generator) -> 
     assert np.count_nonzero(whole.numpy()) == np.count_nonzero(rows) * 2
 
 
+@pytest.mark.parametrize("storage", [("none", dtype) for dtype in MODEL_DTYPES] + [("float8_e4m3fn", "float32")])
+def test_many_latents_of_deepseek_shape_write_and_gather(
+    rng: np.random.Generator, isa: str, storage: tuple[str, str]
+) -> None:
+    """Rows of 576: longer than what gather stages at a time, enough of them for threads."""
+    cache = cache_tensor(rng, *storage, (6, 1, 16, 576), per_head=True)
+    layer, rows = layer_of(cache, None), model_rows(rng, (70, 576), storage[1])
+    slots = rng.permutation(96)[:70]
+    write_cache(to_paddle(rows), None, layer, to_paddle(slots))
+    ref.write_cache(rows[:, None], None, cache, None, slots)
+    np.testing.assert_array_equal(to_array(layer.key), cache.data)
+    for order in (slots, np.sort(slots)):
+        np.testing.assert_array_equal(gather_cache(layer, to_paddle(order))[0].numpy(), ref.gather_cache(cache, order))
+
+
 def test_latent_cache_writes_and_gathers(rng: np.random.Generator) -> None:
     for quant_type in ("none", "float8_e4m3fn"):
         cache = cache_tensor(rng, quant_type, "bfloat16", (4, 1, 4, 24), per_head=True)
@@ -121,7 +136,7 @@ DTYPES = ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copy_blocks_moves_bytes_of_any_dtype(rng: np.random.Generator, dtype: str) -> None:
+def test_copy_blocks_moves_bytes_of_any_dtype(rng: np.random.Generator, isa: str, dtype: str) -> None:
     """Odd sizes, several tensors of different shape and block count, contents that are no numbers."""
     shapes = [(6, 3, 5), (9, 7), (6,)]
     tensors = []
@@ -141,7 +156,7 @@ def test_copy_blocks_moves_bytes_of_any_dtype(rng: np.random.Generator, dtype: s
         np.testing.assert_array_equal(tensor.view("uint8").numpy().reshape(expected.shape), expected)
 
 
-def test_copy_blocks_of_many_bytes_runs_in_parallel(rng: np.random.Generator) -> None:
+def test_copy_blocks_of_many_bytes_runs_in_parallel(rng: np.random.Generator, isa: str) -> None:
     array = rng.integers(0, 256, (40, 2, 16, 257), dtype=np.uint8)
     tensor = to_paddle(array)
     ids = rng.permutation(40)

@@ -74,10 +74,8 @@ class RemoveOutcome(str, Enum):
     REMOVED = "removed"
     MISSING = "missing"
     DELEGATED = "delegated"  # only the rank that stores shared records removes them
-    FAILED = "failed"
-    TIMEOUT = "timeout"
-    DROPPED = "dropped"
-    UNAVAILABLE = "unavailable"
+    FAILED = "failed"  # the backend reported an error
+    UNAVAILABLE = "unavailable"  # closed
 
 
 class Durability(str, Enum):

@@ -3,9 +3,9 @@
 Owned by a worker rank; wraps any StorageConnector. Two lanes, each a thread with a bounded queue and a circuit breaker
 of its own, so that a slow write never delays a read:
 
-    submit_put, submit_flush, submit_remove --> put lane --.
-                                                            >-- connector
-    submit_get --------------------------------> get lane --'
+    submit_put --> put lane --.
+                               >-- connector
+    submit_get --> get lane --'
 
 What always holds, whatever the backend does (hangs, fails, raises):
 - submit never blocks longer than it was told to, a ticket's wait never longer than its deadline.
@@ -14,7 +14,7 @@ What always holds, whatever the backend does (hangs, fails, raises):
   a later miss, losing a get a recomputation; waiting would cost every request.
 - Queue room is counted in records, because each holds a host block. A batch larger than the whole queue is taken when
   the queue is empty.
-- Batches of a lane run in the order they were submitted: a flush covers the puts before it.
+- Batches of a lane run in the order they were submitted.
 
 Failures of the backend, for the breaker, are FAILED and TIMEOUT outcomes, exceptions, and calls that end after their
 deadline. FULL, MISS and CORRUPT are not: the backend works.
@@ -35,17 +35,15 @@ from fastkv.storage.base import (
     Counters,
     GetOutcome,
     PutOutcome,
-    RemoveOutcome,
     StorageConnector,
     check_batch,
-    check_digests,
     deadline_in,
     seconds_left,
 )
 from fastkv.storage.breaker import BreakerState, CircuitBreaker
 from fastkv.storage.ticket import StorageTicket, finished
 
-OutcomeT = TypeVar("OutcomeT", PutOutcome, GetOutcome, RemoveOutcome)
+OutcomeT = TypeVar("OutcomeT", PutOutcome, GetOutcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +112,6 @@ class StorageWorker:
 
         return self._gets.submit("get", GetOutcome, len(digests), run, deadline_s, 0.0)
 
-    def submit_remove(self, digests: Sequence[bytes], deadline_s: float) -> StorageTicket[RemoveOutcome]:
-        """Forget records, after the puts that were submitted before."""
-        check_digests(digests)
-
-        def run(_: float) -> tuple[RemoveOutcome, ...]:
-            return self._connector.remove(digests)
-
-        return self._puts.submit("remove", RemoveOutcome, len(digests), run, deadline_s, 0.0)
-
-    def submit_flush(self, deadline_s: float) -> StorageTicket[PutOutcome]:
-        """Make the puts that were submitted before survive a power loss: one outcome, STORED or FAILED."""
-
-        def run(_: float) -> tuple[PutOutcome, ...]:
-            return (PutOutcome.STORED if self._connector.flush() else PutOutcome.FAILED,)
-
-        return self._puts.submit("flush", PutOutcome, 1, run, deadline_s, seconds_left(deadline_s))
-
     @property
     def num_queued_records(self) -> int:
         """Records that wait, in both lanes."""
@@ -173,10 +154,10 @@ class StorageWorker:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A batch of any verb in a lane's queue."""
+    """A batch in a lane's queue."""
 
     verb: str
-    kind: type[PutOutcome] | type[GetOutcome] | type[RemoveOutcome]
+    kind: type[PutOutcome] | type[GetOutcome]
     ticket: StorageTicket[Any]
     run: Callable[[float], tuple[Any, ...]]
 

@@ -133,7 +133,6 @@ class MemoryConnector:
         self.records: dict[bytes, bytes] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.calls: list[str] = []
         self.is_closed = False
 
     @property
@@ -191,7 +190,6 @@ class MemoryConnector:
         self.is_closed = True
 
     def _enter(self, call: str) -> None:
-        self.calls.append(call)
         self.gate.wait(30)
 
 

@@ -80,13 +80,11 @@ def test_worker_over_the_file_backend_round_trips(tmp_path: Path) -> None:
     config = store_config(tmp_path, space, records=16)
     worker = StorageWorker(FileConnector.open(config, space, 0))
     tickets = [submit_put(worker, name) for name in range(8)]
-    assert values(worker.submit_flush(deadline_in(5))) == ["stored"]
     assert [values(ticket) for ticket in tickets] == [["stored"]] * 8
-    assert [outcome.value for outcome in worker.submit_remove(digests(3), deadline_in(5)).wait()] == ["removed"]
-    assert values(submit_get(worker, *range(8))) == ["hit"] * 3 + ["miss"] + ["hit"] * 4
+    assert values(submit_get(worker, *range(9))) == ["hit"] * 8 + ["miss"]
     assert worker.close(drain=True)
     again = StorageWorker(FileConnector.open(config, space, 0))
-    assert values(submit_get(again, *range(8))).count("hit") == 7
+    assert values(submit_get(again, *range(8))) == ["hit"] * 8
     assert again.close(drain=True)
 
 
@@ -259,18 +257,14 @@ def test_backend_with_too_few_outcomes_fails_the_batch(rig: Rig) -> None:
 
 @pytest.mark.parametrize("fault", Fault)
 def test_fault_at_every_call_costs_misses_and_no_wrong_byte(fault: Fault) -> None:
-    """Put, put, flush, get, remove, get, get: one of the calls goes wrong, for every one of them."""
+    """Put, put, get, get, get: one of the calls goes wrong, for every one of them."""
     call = 0
     while True:
         memory = MemoryConnector(SIZE)
         faulty = FaultyConnector(memory, fault, call, stall_s=0.1)
         worker = StorageWorker(faulty, StorageWorkerConfig(failure_limit=2, cooldown_s=0.0))
-        tickets = [submit_put(worker, 0, 1), submit_put(worker, 2, 3)]
-        flushed = worker.submit_flush(deadline_in(5))
-        for ticket in [*tickets, flushed]:
+        for ticket in [submit_put(worker, 0, 1), submit_put(worker, 2, 3)]:
             assert ticket.wait_settled(deadline_in(5))
-        removed = worker.submit_remove(digests(3), deadline_in(5))
-        assert removed.wait_settled(deadline_in(5))
         for names in ((0, 1, 2), (3,), (2, 0)):
             buffers = poisoned(len(names), SIZE)
             started = time.monotonic()
@@ -288,7 +282,7 @@ def test_fault_at_every_call_costs_misses_and_no_wrong_byte(fault: Fault) -> Non
             break
         assert fault is Fault.STALL or any(name.startswith("injected") for name in counted)
         call += 1
-    assert call == 7
+    assert call == 5
 
 
 def test_close_with_drain_carries_out_what_is_queued(rig: Rig) -> None:
@@ -327,12 +321,11 @@ def test_close_of_a_stuck_backend_ends_at_its_deadline_and_says_so(rig: Rig) -> 
     assert not stuck.is_settled
 
 
-def test_flush_covers_the_puts_before_it(rig: Rig) -> None:
+def test_puts_run_in_the_order_they_were_submitted(rig: Rig) -> None:
     worker = rig.worker()
-    for name in range(5):
-        submit_put(worker, name)
-    assert values(worker.submit_flush(deadline_in(5))) == ["stored"]
-    assert rig.memory.calls == ["put"] * 5 + ["flush"]
+    tickets = [submit_put(worker, name) for name in range(5)]
+    assert [values(ticket) for ticket in tickets] == [["stored"]] * 5
+    assert list(rig.memory.records) == digests(*range(5))
 
 
 def test_misfit_batch_is_an_error_of_the_caller(rig: Rig) -> None:
@@ -340,7 +333,7 @@ def test_misfit_batch_is_an_error_of_the_caller(rig: Rig) -> None:
     with pytest.raises(InvariantError, match="1 digests with 0"):
         worker.submit_put(digests(1), [], deadline_in(1))
     with pytest.raises(InvariantError, match="32 bytes"):
-        worker.submit_remove([b"x"], deadline_in(1))
+        worker.submit_put([b"x"], patterns(["x"], SIZE), deadline_in(1))
 
 
 def test_nonsense_bounds_are_refused() -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from fastkv.core.dtype import AttentionKind
-from fastkv.core.spec import AttentionGeometry, CacheSpec
+from fastkv.core.geometry import AttentionGeometry
+from fastkv.core.spec import CacheSpec
 from fastkv.storage import FileConnector, FileStoreConfig, StorageNamespace
 from fastkv.storage.base import NO_DEADLINE
 from fastkv.storage.format import ENTRY_BYTES, slot_bytes_for

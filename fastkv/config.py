@@ -16,8 +16,9 @@ import msgspec
 import yaml
 
 from fastkv.core.dtype import AttentionKind, ScaleGranularity, check_model_dtype, parse_quant_type
+from fastkv.core.geometry import AttentionGeometry
 from fastkv.core.plan import MAX_BLOCKS, CapacityPlan, MemoryBudget, plan_capacity
-from fastkv.core.spec import AttentionGeometry, CacheSpec
+from fastkv.core.spec import CacheSpec
 from fastkv.errors import ConfigError
 from fastkv.strict_yaml import StrictLoader, at, explain, field_names, override, unknown_key
 

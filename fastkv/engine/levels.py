@@ -14,7 +14,8 @@ from fastkv import CacheManager, Config
 from fastkv.core.messages import AnyMessage, Done, PollResult, ResetCache, SetWeightsVersion, Sleep, Wake, WorkerReady
 from fastkv.engine.batcher import Batcher
 from fastkv.errors import InvariantError, RequestError
-from fastkv.scheduler.tiers import TierManager, TierOptions, WritePolicy
+from fastkv.scheduler.tier_options import TierOptions, WritePolicy
+from fastkv.scheduler.tiers import TierManager
 from fastkv.storage import StorageNamespace, open_lookup
 from fastkv.storage.deadline_lookup import DeadlineLookup
 from fastkv.worker.storage_access import file_store_config

@@ -15,7 +15,7 @@ core.digest.as_token_array takes is converted first.
 """
 
 # mypy: disable-error-code="empty-body"
-# (methods marked _native have their bodies in C++)
+# (methods marked native have their bodies in C++)
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fastkv.core.digest import NO_IDENTITY, Identity
 from fastkv.errors import ConfigError, RequestError
-from fastkv.scheduler._native import core
-from fastkv.scheduler.events import KVCacheEvent, events_of
+from fastkv.scheduler._native import core, native
+from fastkv.scheduler.cache_admin import CacheAdmin, CacheStats
 from fastkv.scheduler.policy import EvictionPolicy, parse_policy
 
 BlockIds = npt.NDArray[np.int32]
@@ -42,44 +41,6 @@ after those, to be loaded into allocated device blocks), num_tokens (of both), n
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot of the device level (blocks) and of counters since the manager was made.
-
-    Attributes:
-        num_blocks: free + evictable + held; after a shrink, blocks that drain are among them.
-        free: nobody has them.
-        evictable: published, not held.
-        held: in a request's block table, pinned, or in a copy.
-        open_requests: opened, not released.
-        matches: requests that match was called for (again after a preemption, not while a request waits).
-        queried_tokens: tokens of those requests.
-        hit_blocks: blocks that match found.
-        hit_tokens: their tokens.
-        published_blocks: blocks that became findable.
-        duplicate_blocks: blocks swapped for a copy that somebody else had published.
-        evicted_blocks: published blocks that had to go.
-    """
-
-    num_blocks: int
-    free: int
-    evictable: int
-    held: int
-    open_requests: int
-    matches: int
-    queried_tokens: int
-    hit_blocks: int
-    hit_tokens: int
-    published_blocks: int
-    duplicate_blocks: int
-    evicted_blocks: int
-
-    @property
-    def available(self) -> int:
-        """Blocks that allocate can hand out now."""
-        return self.free + self.evictable
-
-
-@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """A copy on the device that must happen before the step that writes to target."""
 
@@ -87,24 +48,7 @@ class BlockCopy:
     target: int
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _native(described: _Method) -> _Method:
-    """Replace a method that is only signature and documentation here by the native method of the same name.
-
-    A Python frame around a call that works for 0.2 us would be a third of its cost.
-    """
-    native = getattr(core.Manager, described.__name__, None)
-    if native is None:
-        raise ConfigError(
-            f"the native scheduler core is older than fastkv's Python code (no {described.__name__}); build it again: "
-            "make setup, or pip install --no-build-isolation -e ."
-        )
-    return cast("_Method", native)
-
-
-class CacheManager(core.Manager):
+class CacheManager(CacheAdmin):
     """Prefix caching and paged allocation for many requests.
 
     Args:
@@ -165,7 +109,7 @@ class CacheManager(core.Manager):
 
     # -- a request's life ---------------------------------------------------------------------------------------
 
-    @_native
+    @native
     def open(
         self,
         request_id: str,
@@ -204,7 +148,7 @@ class CacheManager(core.Manager):
         images = [(image.start, image.end) for image in identity.images]
         self._open(request_id, tokens, identity.block_extras(self.block_size), images, priority, priority_ttl_s)
 
-    @_native
+    @native
     def match(self, request_id: str) -> MatchResult:
         """Find the longest cached prefix, whole blocks, and hold it until release or preempt.
 
@@ -215,7 +159,7 @@ class CacheManager(core.Manager):
             RequestError: unknown id, or the request has blocks of its own.
         """
 
-    @_native
+    @native
     def allocate(self, request_id: str, num_blocks: int) -> BlockIds:
         """Give the request num_blocks more blocks of its own, evicting as needed: all of them, or none.
 
@@ -227,11 +171,11 @@ class CacheManager(core.Manager):
             OutOfBlocksError: fewer are free or evictable; nothing was evicted.
         """
 
-    @_native
+    @native
     def try_allocate(self, request_id: str, num_blocks: int) -> BlockIds | None:
         """allocate, with None instead of OutOfBlocksError."""
 
-    @_native
+    @native
     def try_allocate_into(self, request_id: str, num_blocks: int, out_row: BlockIds) -> bool:
         """try_allocate straight into the caller's block table, without an array of its own.
 
@@ -248,11 +192,11 @@ class CacheManager(core.Manager):
             RequestError: as allocate, or out_row is no such row or too short; nothing was changed.
         """
 
-    @_native
+    @native
     def blocks_needed(self, request_id: str, num_tokens: int) -> int:
         """How many more blocks the request needs so that its first num_tokens tokens have a place; never negative."""
 
-    @_native
+    @native
     def append(self, request_id: str, tokens: object) -> None:
         """Add confirmed tokens (or one, as an int) to the end of the request. It gets no blocks.
 
@@ -260,7 +204,7 @@ class CacheManager(core.Manager):
             RequestError: unknown id or bad tokens.
         """
 
-    @_native
+    @native
     def publish(self, request_id: str, num_computed_tokens: int) -> int:
         """Say that the KV of the first num_computed_tokens tokens is computed; full blocks of them become findable.
 
@@ -274,11 +218,11 @@ class CacheManager(core.Manager):
             RequestError: unknown id; fewer tokens than before; more than the confirmed tokens or than its blocks hold.
         """
 
-    @_native
+    @native
     def preempt(self, request_id: str) -> None:
         """Take all blocks and holds from a request that stays open with all its tokens; match starts it again."""
 
-    @_native
+    @native
     def release(self, request_id: str) -> None:
         """The request is done or aborted, at any point: its published blocks become evictable, the others free.
 
@@ -288,7 +232,7 @@ class CacheManager(core.Manager):
 
     # -- speculation and forks ----------------------------------------------------------------------------------
 
-    @_native
+    @native
     def reserve_drafts(self, request_id: str, num_drafts: int) -> BlockIds | None:
         """Make room for num_drafts tokens past the confirmed ones.
 
@@ -297,7 +241,7 @@ class CacheManager(core.Manager):
             then nothing was added.
         """
 
-    @_native
+    @native
     def confirm(self, request_id: str, tokens: object) -> int:
         """Add the tokens that verification accepted, and give back the blocks past them.
 
@@ -322,7 +266,7 @@ class CacheManager(core.Manager):
 
     # -- block tables -------------------------------------------------------------------------------------------
 
-    @_native
+    @native
     def block_table(self, request_id: str) -> BlockIds:
         """The request's block ids in token order, int32 [blocks], a copy."""
 
@@ -364,15 +308,15 @@ class CacheManager(core.Manager):
             raise RequestError(f"out has shape {shape}; {len(request_ids)} requests need [batch, max_blocks]")
         self._write_rows_at(list(request_ids), address, shape[1])
 
-    @_native
+    @native
     def num_tokens(self, request_id: str) -> int:
         """Confirmed tokens of the request: the prompt and what was appended."""
 
-    @_native
+    @native
     def num_computed_tokens(self, request_id: str) -> int:
         """Tokens whose KV is in the request's blocks: what match found or publish was told."""
 
-    @_native
+    @native
     def is_open(self, request_id: str) -> bool:
         """Whether the request is open."""
 
@@ -382,109 +326,6 @@ class CacheManager(core.Manager):
         Cost: one SHA-256 over each block that was not asked for before; the GIL is released meanwhile.
         """
         return self._digests(request_id, -1 if num_blocks is None else num_blocks)
-
-    # -- the cache as a whole -----------------------------------------------------------------------------------
-
-    def pin(self, request_id: str, num_blocks: int | None = None) -> int:
-        """Keep the request's leading published blocks (all by default), whatever happens to the request.
-
-        Returns:
-            A pin to give to unpin.
-
-        Raises:
-            RequestError: fewer blocks are published, or max_pinned_blocks would be passed.
-        """
-        return self._pin(request_id, -1 if num_blocks is None else num_blocks)
-
-    @_native
-    def unpin(self, pin: int) -> None:
-        """Give back a pin, once. reset and set_weights_version give back all pins."""
-
-    @_native
-    def evict(self, num_blocks: int) -> int:
-        """Forget up to num_blocks evictable device blocks, in the policy's order.
-
-        allocate evicts by itself; this is for whoever wants blocks free ahead of time.
-
-        Returns:
-            How many were forgotten.
-        """
-
-    def resize(self, num_device_blocks: int, *, drain: bool = False) -> int:
-        """Change the number of device blocks while in use, or set it when it was unknown.
-
-        Growing adds the ids after the last. Shrinking evicts unheld blocks past the end, with what depends on them;
-        held ones make it refuse, or with drain vanish when they are let go.
-
-        Returns:
-            How many blocks past the end are still in use; they are never handed out again.
-
-        Raises:
-            RequestError: not a size, or held blocks are in the way and drain is off.
-        """
-        return self._resize(num_device_blocks, drain)
-
-    @_native
-    def reset(self) -> None:
-        """Forget every published block and pin.
-
-        Raises:
-            RequestError: requests are open.
-        """
-
-    def set_weights_version(self, version: str) -> None:
-        """The weights changed: nothing that was computed before is ever found again, at any level.
-
-        Open requests keep their blocks and may go on, but what they compute is not published until they were
-        preempted and recomputed. The version goes into the digests of requests opened from now on.
-        """
-        if not isinstance(version, str) or not version:
-            raise RequestError(f"weights version {version!r} must be a non-empty str")
-        self._weights_version, self._has_version = version, True
-        self._invalidate()
-
-    @property
-    def weights_version(self) -> str:
-        """What set_weights_version was told last; "" before."""
-        return self._weights_version
-
-    def take_events(self, *, everything: bool = False) -> list[KVCacheEvent]:
-        """Blocks that became findable at a level or ceased to be since the last call, oldest first.
-
-        Call it after a step was launched: digests are computed here. A log that nobody reads for long is replaced by
-        AllBlocksCleared and everything that is findable then.
-
-        Args:
-            everything: AllBlocksCleared and everything that is findable now, for a reader that starts late.
-        """
-        return events_of(self._take_events(everything), self.block_size)
-
-    def stats(self) -> CacheStats:
-        """Counts of now and counters since the start."""
-        num_blocks, free, evictable, held, evicted = self._counts(0)
-        matches, queried, hits, published, duplicates = self._counters()
-        return CacheStats(
-            num_blocks=num_blocks,
-            free=free,
-            evictable=evictable,
-            held=held,
-            open_requests=self._num_open(),
-            matches=matches,
-            queried_tokens=queried,
-            hit_blocks=hits,
-            hit_tokens=hits * self.block_size,
-            published_blocks=published,
-            duplicate_blocks=duplicates,
-            evicted_blocks=evicted,
-        )
-
-    @_native
-    def bookkeeping_bytes(self) -> int:
-        """Memory of pools and index without the tokens, when all blocks are in use."""
-
-    def check_integrity(self) -> None:
-        """Recompute every invariant from scratch; O(everything), for tests and diagnosis. Raises InvariantError."""
-        self._check()
 
 
 def _tensor_memory(out: object) -> tuple[int, tuple[int, ...]]:

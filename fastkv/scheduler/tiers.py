@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import count
 from typing import Protocol, TypeAlias
 
@@ -31,17 +30,10 @@ import numpy as np
 
 from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferPlan, TransferStage, stage_of
-from fastkv.errors import ConfigError, RequestError
+from fastkv.errors import RequestError
 from fastkv.scheduler.flights import Flight, FlightBoard, FlightKind
 from fastkv.scheduler.manager import CacheManager
-
-
-class WritePolicy(str, Enum):
-    """When a block is copied to the host."""
-
-    WRITE_THROUGH = "write_through"  # once it is computed
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # once enough matches have found it
-    WRITE_BACK = "write_back"  # when it is about to leave the device
+from fastkv.scheduler.tier_options import TierOptions, WritePolicy
 
 
 class PrefixLookup(Protocol):
@@ -50,39 +42,6 @@ class PrefixLookup(Protocol):
     def contains(self, digests: Sequence[bytes], deadline_s: float) -> int:
         """deadline_s is an instant of time.monotonic()."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """How blocks move.
-
-    Attributes:
-        write_policy: when blocks are copied to the host.
-        write_through_threshold: matches that must have found a block under write_through_selective.
-        num_ranks: ranks that carry out every plan.
-        has_storage: whether what lands on the host is written on to storage.
-        transfer_timeout_s: after that a copy between device and host has failed.
-        store_timeout_s, fetch_timeout_s: likewise of storage; a prompt waits for a fetch no longer.
-        lookup_timeout_s: how long storage may take to say what it has.
-        retry_after_s: after a write-back failed, blocks are evicted without one for so long.
-    """
-
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    write_through_threshold: int = 2
-    num_ranks: int = 1
-    has_storage: bool = False
-    transfer_timeout_s: float = 30.0
-    store_timeout_s: float = 60.0
-    fetch_timeout_s: float = 2.0
-    lookup_timeout_s: float = 0.05
-    retry_after_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.write_through_threshold < 1 or self.num_ranks < 1:
-            raise ConfigError(
-                f"write_through_threshold {self.write_through_threshold} and num_ranks {self.num_ranks} must be at "
-                "least 1"
-            )
 
 
 @dataclass(slots=True)

@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkv.core.dtype import AttentionKind, ScaleGranularity, itemsize
-from fastkv.core.spec import (
-    RECORD_ALIGN_BYTES,
-    ROLE_ALIGN_BYTES,
-    AttentionGeometry,
-    CacheSpec,
-    Level,
-    Role,
-    RoleSpec,
-    kv_heads_per_rank,
-)
+from fastkv.core.geometry import AttentionGeometry, kv_heads_per_rank
+from fastkv.core.spec import RECORD_ALIGN_BYTES, ROLE_ALIGN_BYTES, CacheSpec, Level, Role, RoleSpec
 from fastkv.errors import ConfigError
 
 GQA = AttentionGeometry(AttentionKind.GQA, 2, num_kv_heads=2, head_dim=8)

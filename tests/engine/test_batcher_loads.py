@@ -10,7 +10,8 @@ from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure, TransferPlan
 from fastkv.engine.batcher import Batcher, Request
 from fastkv.scheduler.manager import CacheManager
-from fastkv.scheduler.tiers import TierManager, TierOptions
+from fastkv.scheduler.tier_options import TierOptions
+from fastkv.scheduler.tiers import TierManager
 
 PROMPT = np.arange(9, dtype=np.int32)
 

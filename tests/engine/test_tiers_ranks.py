@@ -19,7 +19,8 @@ from fastkv import CacheManager, parse_config
 from fastkv.engine.levels import tier_options
 from fastkv.engine.ranks import RankGroup
 from fastkv.errors import ConfigError, TransferError
-from fastkv.scheduler.tiers import TierManager, TierOptions
+from fastkv.scheduler.tier_options import TierOptions
+from fastkv.scheduler.tiers import TierManager
 
 
 class Pair:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastkv.core.dtype import AttentionKind
-from fastkv.core.spec import AttentionGeometry, CacheSpec
+from fastkv.core.geometry import AttentionGeometry
+from fastkv.core.spec import CacheSpec
 from fastkv.storage.base import NO_DEADLINE, GetOutcome, StorageConnector
 from fastkv.storage.file_config import FileStoreConfig
 from fastkv.storage.namespace import StorageNamespace

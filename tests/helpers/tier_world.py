@@ -16,7 +16,8 @@ from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure, TransferPlan, check_plan
 from fastkv.scheduler import CacheManager
 from fastkv.scheduler.events import MEDIA
-from fastkv.scheduler.tiers import TierManager, TierOptions, WritePolicy
+from fastkv.scheduler.tier_options import TierOptions, WritePolicy
+from fastkv.scheduler.tiers import TierManager
 
 POISON = b"poison"
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fastkv.errors import RequestError
-from fastkv.scheduler.tiers import TierOptions, WritePolicy
+from fastkv.scheduler.tier_options import TierOptions, WritePolicy
 
 TEXTS = st.integers(1, 4)
 PLACES = st.integers(0, 3)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.storage_cases import store_config, toy_namespace
+
+from fastkv.storage.file_config import FileStoreConfig
 
 
 @pytest.fixture
@@ -19,3 +22,9 @@ def fast_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStoreConfig:
+    """Room for eight records of the toy namespace."""
+    return store_config(tmp_path / "store", toy_namespace(), records=8)

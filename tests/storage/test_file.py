@@ -1,4 +1,4 @@
-"""The file backend in one process: what it keeps, what it gives up, what it refuses."""
+"""The file backend in one process: what it keeps, what it gives up; deadlines, threads, ranks that share records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from helpers.storage_faults import Fault, FaultyOps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkv.errors import ConfigError, InvariantError, StorageError
 from fastkv.storage import open_connector, open_lookup
 from fastkv.storage.base import NO_DEADLINE, Durability, GetOutcome, PutOutcome
 from fastkv.storage.file import FileConnector
@@ -35,11 +34,6 @@ from fastkv.storage.file_config import FileStoreConfig
 from fastkv.storage.file_reader import FileLookup, FileReader
 
 NAMESPACE = toy_namespace()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStoreConfig:
-    return store_config(tmp_path / "store", NAMESPACE, records=8)
 
 
 def test_put_then_get_is_bit_equal(store: FileStoreConfig) -> None:
@@ -229,191 +223,6 @@ def test_store_agrees_with_an_lru_dict(
     assert file_bytes(config.path) <= config.max_bytes
     connector.close()
     lookup.close()
-
-
-# bytes that are not what was stored
-
-
-def segment_files(store: FileStoreConfig) -> list[Path]:
-    return sorted(store.path.rglob("segment-*"))
-
-
-def test_corrupt_payload_is_a_counted_miss_and_can_be_stored_again(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, 1, 2)
-    with segment_files(store)[0].open("r+b") as file:
-        file.seek(17)
-        byte = file.read(1)
-        file.seek(17)
-        file.write(bytes([byte[0] ^ 1]))
-    assert sorted(get(connector, 1, 2)) == ["corrupt", "hit"]
-    assert sorted(get(connector, 1, 2)) == ["hit", "miss"]
-    assert connector.counters()["checksum_errors"] == 1
-    assert "slot" in connector.last_error()
-    assert sorted(put(connector, 1, 2)) == ["exists", "stored"]
-    assert get(connector, 1, 2) == ["hit", "hit"]
-
-
-def test_half_a_segment_deleted_is_a_clean_miss_for_what_was_there(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, *range(8))
-    connector.close()
-    os.truncate(segment_files(store)[3], 2000)
-    again = FileConnector.open(store, NAMESPACE, 0)
-    outcomes = get(again, *range(8))
-    assert outcomes.count("hit") == 3
-    assert set(outcomes) == {"hit", "miss"}
-    assert put(again, *range(8)).count("stored") == 5
-    assert get(again, *range(8)) == ["hit"] * 8
-
-
-def test_segment_vanishing_under_a_reader_is_a_miss_or_a_counted_failure(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, *range(8))
-    os.truncate(segment_files(store)[0], 0)
-    outcomes = get(connector, *range(8))
-    assert outcomes.count("hit") == 7
-    assert outcomes.count("failed") == 1
-    assert connector.counters()["io_errors"] == 1
-
-
-@pytest.mark.parametrize("damage", ["torn header", "foreign namespace", "empty", "garbage"])
-def test_index_that_is_not_ours_starts_empty_and_counts(store: FileStoreConfig, damage: str) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, 1, 2)
-    connector.close()
-    (index,) = store.path.rglob("index")
-    data = bytearray(index.read_bytes())
-    if damage == "torn header":
-        data[20] ^= 1
-    elif damage == "foreign namespace":
-        other = store_config(store.path.parent / "other", NAMESPACE, records=8)
-        FileConnector.open(other, toy_namespace(block_size=4, model_dtype="float16"), 0).close()
-        (foreign,) = other.path.rglob("index")
-        data = bytearray(foreign.read_bytes())
-    elif damage == "empty":
-        data = bytearray()
-    else:
-        data = bytearray(os.urandom(len(data)))
-    index.write_bytes(data)
-    again = FileConnector.open(store, NAMESPACE, 0)
-    assert get(again, 1, 2) == ["miss", "miss"]
-    assert again.counters()["resets"] == 1
-    assert put(again, 1, 2) == ["stored", "stored"]
-    assert get(again, 1, 2) == ["hit", "hit"]
-
-
-def test_entry_torn_at_every_byte_is_a_miss_or_the_whole_record(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, 1)
-    connector.close()
-    (index,) = store.path.rglob("index")
-    data = index.read_bytes()
-    at = next(slot for slot in range(4096, len(data), 64) if any(data[slot : slot + 64]))
-    for cut in range(64):
-        torn = bytearray(data)
-        torn[at + cut : at + 64] = bytes(64 - cut)
-        if torn == data:
-            continue
-        index.write_bytes(torn)
-        again = FileConnector.open(store, NAMESPACE, 0)
-        assert get(again, 1) == ["miss"]
-        again.close()
-
-
-# refusals
-
-
-def test_second_writer_is_refused_and_told_who_writes(store: FileStoreConfig) -> None:
-    first = FileConnector.open(store, NAMESPACE, 0)
-    with pytest.raises(StorageError, match=rf"process {os.getpid()}\b.*storage\.path"):
-        FileConnector.open(store, NAMESPACE, 0)
-    assert put(first, 1) == ["stored"]
-    first.close()
-    assert get(FileConnector.open(store, NAMESPACE, 0), 1) == ["hit"]
-
-
-def test_limit_below_one_record_is_refused_with_the_need(tmp_path: Path) -> None:
-    needed = store_config(tmp_path / "store", NAMESPACE, records=1).max_bytes
-    with pytest.raises(ConfigError, match=f"at least {needed}"):
-        FileConnector.open(FileStoreConfig(tmp_path / "store", needed - 1), NAMESPACE, 0)
-    FileConnector.open(FileStoreConfig(tmp_path / "store", needed), NAMESPACE, 0).close()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_bytes": 0},
-        {"max_bytes": -1},
-        {"max_bytes": 1.5},
-        {"max_bytes": True},
-        {"segment_bytes": 0},
-        {"io_threads": 0},
-        {"durability": "forever"},
-        {"lock_timeout_s": -1},
-        {"lock_timeout_s": float("nan")},
-    ],
-)
-def test_nonsense_config_is_refused(tmp_path: Path, options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=f"storage.{next(iter(options))}"):
-        FileStoreConfig(**{"path": tmp_path, "max_bytes": 1 << 20, **options})  # type: ignore[arg-type]
-
-
-def test_path_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("x")
-    for path, words in ((tmp_path / "file", "cannot be used"), (tmp_path / "full", "thesis.tex")):
-        with pytest.raises(ConfigError, match=words):
-            FileConnector.open(FileStoreConfig(path, 1 << 20), NAMESPACE, 0)
-    assert (tmp_path / "full" / "thesis.tex").exists()
-
-
-def test_store_of_another_format_is_refused(store: FileStoreConfig) -> None:
-    FileConnector.open(store, NAMESPACE, 0).close()
-    (store.path / "fastkv-store.json").write_text('{"format": "fastkv-store", "version": 2}\n')
-    with pytest.raises(ConfigError, match="another format"):
-        FileConnector.open(store, NAMESPACE, 0)
-
-
-def test_rank_that_does_not_exist_is_refused(store: FileStoreConfig) -> None:
-    with pytest.raises(ConfigError, match="rank 1"):
-        open_connector(store, NAMESPACE, 1)
-
-
-def test_misfit_batch_is_an_error_of_the_caller(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    size = connector.record_bytes
-    good = pattern(1, size)
-    frozen = good.copy()
-    frozen.flags.writeable = False
-    for names, buffers, words in (
-        (digests(1, 2), [good], "2 digests with 1"),
-        ([b"short"], [good], "32 bytes"),
-        (digests(1), [np.zeros(size + 1, np.uint8)], f"1 to {size}"),
-        (digests(1), [np.zeros(0, np.uint8)], "0 bytes"),
-        (digests(1), [np.zeros(2 * size, np.uint8)[::2]], "contiguous"),
-    ):
-        with pytest.raises(InvariantError, match=words):
-            connector.put(names, buffers, NO_DEADLINE)
-        with pytest.raises(InvariantError, match=words):
-            connector.get_into(names, buffers, NO_DEADLINE)
-    with pytest.raises(InvariantError, match="read-only"):
-        connector.get_into(digests(1), [frozen], NO_DEADLINE)
-    assert connector.put(digests(1), [frozen], NO_DEADLINE) == (PutOutcome.STORED,)
-    assert connector.put([], [], NO_DEADLINE) == ()
-    assert len(connector) == 1
-
-
-def test_closed_connector_reports_unavailable(store: FileStoreConfig) -> None:
-    connector = FileConnector.open(store, NAMESPACE, 0)
-    put(connector, 1)
-    connector.close()
-    connector.close()
-    assert put(connector, 1) == ["unavailable"]
-    assert get(connector, 1) == ["unavailable"]
-    assert connector.remove(digests(1))[0].value == "unavailable"
-    assert not connector.flush()
 
 
 # deadlines

@@ -9,7 +9,8 @@ import pytest
 from helpers.storage_cases import GQA, MLA, MTP, Record, digest, pattern, poisoned, store_config
 
 from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind, ScaleKind
-from fastkv.core.spec import AttentionGeometry, CacheSpec
+from fastkv.core.geometry import AttentionGeometry
+from fastkv.core.spec import CacheSpec
 from fastkv.storage import StorageNamespace, open_connector
 from fastkv.storage.base import NO_DEADLINE, PutOutcome
 

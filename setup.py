@@ -99,6 +99,7 @@ class PaddleOps(Extension):
                 *flags,
                 f"-isystem{include}",
                 f"-isystem{third_party}",
+                f"-isystem{sysconfig.get_paths()['include']}",
                 f"-ffile-prefix-map={paddle.parent}/=",  # headers' __FILE__ without this machine's folders
                 "-DPADDLE_WITH_CUSTOM_KERNEL",
                 "-Wno-unused-parameter",

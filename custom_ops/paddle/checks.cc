@@ -56,7 +56,7 @@ RowsView view_rows(const Tensor& rows, const char* name) {
   check_tensor(rows, name, 3, "[num_tokens, heads, dim]");
   RowsView view;
   view.dtype = model_dtype(rows, name);
-  const std::vector<int64_t> dims = rows.shape();
+  const phi::DDim& dims = rows.dims();
   view.heads = dims[1];
   view.dim = dims[2];
   if (view.heads < 1 || view.dim < 1 || view.dim > kMaxRowDim) {
@@ -69,8 +69,7 @@ RowsView view_rows(const Tensor& rows, const char* name) {
   return view;
 }
 
-CacheView view_cache(const Tensor& cache, const char* what, Storage storage, const ModelDtype* model_dtype_wanted,
-                     const Scales& scales) {
+CacheView view_cache(const Tensor& cache, const char* what, Storage storage, const Scales& scales) {
   const std::string name = std::string(what) + "_cache";
   const bool quantised = storage != Storage::kNone;
   if (quantised && cache.dtype() != phi::DataType::UINT8) wrong_storage(cache, name, storage, "uint8");
@@ -79,9 +78,6 @@ CacheView view_cache(const Tensor& cache, const char* what, Storage storage, con
   if (!quantised) {
     if (cache.dtype() == phi::DataType::UINT8) wrong_storage(cache, name, storage, "the model's dtype");
     view.dtype = model_dtype(cache, name.c_str());
-    if (model_dtype_wanted != nullptr && view.dtype != *model_dtype_wanted) {
-      wrong_storage(cache, name, storage, dtype_name(*model_dtype_wanted));
-    }
   }
   const std::vector<int64_t> dims = cache.shape();
   const int64_t per_byte = storage_row(storage).bits == 4 ? 2 : 1;
@@ -117,6 +113,13 @@ CacheView view_cache(const Tensor& cache, const char* what, Storage storage, con
   return view;
 }
 
+void check_stored_in(const CacheView& cache, const char* what, ModelDtype rows_dtype) {
+  if (cache.quant.storage != Storage::kNone || cache.dtype == rows_dtype) return;
+  invalid(std::string("kv_cache_quant_type none stores ") + dtype_name(rows_dtype) + ", but " + what + "_cache is " +
+          dtype_name(cache.dtype) + " " + dims_text({cache.num_blocks, cache.kv_heads, cache.block_size, cache.dim}) +
+          ": allocate it from CacheSpec");
+}
+
 void check_rows_fit(const RowsView& rows, const char* rows_name, const CacheView& cache, const char* cache_name) {
   if (rows.heads != cache.kv_heads || rows.dim != cache.dim) {
     invalid(std::string(rows_name) + " has " + std::to_string(rows.heads) + " heads of " + std::to_string(rows.dim) +
@@ -134,7 +137,7 @@ void check_pair(const CacheView& key, const CacheView& value) {
 }
 
 BatchView view_batch(const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens,
-                     const Tensor& slot_mapping, int64_t num_tokens) {
+                     const Tensor& slot_mapping) {
   check_tensor(block_tables, "block_tables", 2, "int32 [batch, max_blocks]");
   check_tensor(query_start, "query_start", 1, "int32 [batch + 1]");
   check_tensor(context_lens, "context_lens", 1, "int32 [batch]");
@@ -146,10 +149,9 @@ BatchView view_batch(const Tensor& block_tables, const Tensor& query_start, cons
   BatchView view;
   view.batch = block_tables.shape()[0];
   view.max_blocks = block_tables.shape()[1];
-  view.num_tokens = num_tokens;
+  view.num_tokens = slot_mapping.shape()[0];
   check_shape(query_start, "query_start", {view.batch + 1}, "batch + 1 of block_tables");
   check_shape(context_lens, "context_lens", {view.batch}, "batch of block_tables");
-  check_shape(slot_mapping, "slot_mapping", {num_tokens}, "tokens of k");
   view.block_tables = data_as<int32_t>(block_tables);
   view.query_start = data_as<int32_t>(query_start);
   view.context_lens = data_as<int32_t>(context_lens);
@@ -157,7 +159,7 @@ BatchView view_batch(const Tensor& block_tables, const Tensor& query_start, cons
   return view;
 }
 
-RopeView view_rope(const Tensor* cos, const Tensor* sin, const std::string& style, int64_t head_dim) {
+RopeView view_rope(const Tensor* cos, const Tensor* sin, const std::string& style) {
   RopeView view;
   if (style != "neox" && style != "interleaved") {
     invalid("unknown rope style '" + style + "'; allowed: neox (rotate half), interleaved");
@@ -172,10 +174,7 @@ RopeView view_rope(const Tensor* cos, const Tensor* sin, const std::string& styl
   view.max_position = cos->shape()[0];
   view.half = cos->shape()[1];
   view.interleaved = style == "interleaved";
-  if (view.half < 1 || view.max_position < 1 || 2 * view.half > head_dim) {
-    invalid("rope_cos is " + describe(*cos) + ", so rotary_dim is " + std::to_string(2 * view.half) +
-            "; it must be from 2 to head_dim " + std::to_string(head_dim));
-  }
+  if (view.half < 1 || view.max_position < 1) invalid("rope_cos must not be empty, but is " + describe(*cos));
   view.cos = data_as<float>(*cos);
   view.sin = data_as<float>(*sin);
   return view;

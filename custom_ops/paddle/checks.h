@@ -60,17 +60,20 @@ inline std::string describe(const Tensor& tensor) {
 }
 
 /// Dense, initialised, on the CPU, of the rank; contiguous as far as an op can see (Paddle copies strided inputs
-/// before an op runs, and an in-place result is then lost: the Python faces check the original).
+/// before a registered op runs, and an in-place result is then lost: the Python faces check the original).
 inline void check_tensor(const Tensor& tensor, const char* name, size_t rank, const char* layout) {
   if (!tensor.has_allocation() && tensor.numel() != 0) invalid(std::string(name) + " has no memory; allocate it first");
   if (tensor.has_allocation() && !tensor.is_cpu()) {
     invalid(std::string(name) +
             " is not on the CPU, and this build of fastkv has CPU kernels only: move it with .cpu()");
   }
-  if (tensor.shape().size() != rank) {
+  if (static_cast<size_t>(tensor.dims().size()) != rank) {
     invalid(std::string(name) + " must be " + layout + ", but is " + describe(tensor));
   }
-  if (!tensor.is_contiguous()) invalid(std::string(name) + " must be contiguous: call .contiguous() on it");
+  if (!tensor.is_contiguous()) {
+    invalid(std::string(name) + " is " + describe(tensor) + " with strides " +
+            dims_text(common::vectorize(tensor.strides())) + ", not contiguous: call .contiguous() on it");
+  }
 }
 
 inline void check_dtype(const Tensor& tensor, const char* name, phi::DataType dtype) {
@@ -126,10 +129,12 @@ struct Scales {
   const Tensor* zero_point = nullptr;
 };
 
-/// One cache tensor [blocks, kv_heads, block_size, dim]; `what` is "key" or "value". model_dtype is what an
-/// unquantised cache must be stored in; null accepts any model dtype.
-CacheView view_cache(const Tensor& cache, const char* what, Storage storage, const ModelDtype* model_dtype,
-                     const Scales& scales);
+/// One cache tensor [blocks, kv_heads, block_size, dim]; `what` is "key", "value" or "latent". An unquantised one may
+/// have any model dtype.
+CacheView view_cache(const Tensor& cache, const char* what, Storage storage, const Scales& scales);
+
+/// An unquantised cache must be stored in the dtype of the rows that a call brings.
+void check_stored_in(const CacheView& cache, const char* what, ModelDtype rows_dtype);
 
 /// New rows must have the cache's heads and (logical) row length.
 void check_rows_fit(const RowsView& rows, const char* rows_name, const CacheView& cache, const char* cache_name);
@@ -138,9 +143,9 @@ void check_rows_fit(const RowsView& rows, const char* rows_name, const CacheView
 void check_pair(const CacheView& key, const CacheView& value);
 
 BatchView view_batch(const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens,
-                     const Tensor& slot_mapping, int64_t num_tokens);
+                     const Tensor& slot_mapping);
 
-RopeView view_rope(const Tensor* cos, const Tensor* sin, const std::string& style, int64_t head_dim);
+RopeView view_rope(const Tensor* cos, const Tensor* sin, const std::string& style);
 
 const float* view_sinks(const Tensor* sinks, int64_t num_heads);
 

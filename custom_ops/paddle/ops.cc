@@ -1,7 +1,7 @@
 // The Paddle custom ops. Each checks its tensors (checks.h), unwraps them into kernel parameters and launches.
 // Caches and dynamic scales are in-place inputs; out is the only fresh tensor. All ops run on the CPU, on the calling
 // thread's stream of work: they return when the memory is written.
-#include "checks.h"
+#include "attention.h"
 
 namespace {
 
@@ -27,41 +27,15 @@ std::vector<Tensor> append_attention(const Tensor& q, const Tensor& k, const Ten
                                      const std::string& kv_cache_quant_type, float softmax_scale,
                                      const std::string& rope_style, int64_t window) {
   return guarded([&]() -> std::vector<Tensor> {
-    const Storage storage = parse_storage(kv_cache_quant_type);
     AttentionParams params;
-    params.q = view_rows(q, "q");
-    params.k = view_rows(k, "k");
-    params.v = view_rows(v, "v");
-    if (k.dtype() != q.dtype() || v.dtype() != q.dtype()) {
-      invalid("q, k and v must have one dtype, but q is " + describe(q) + ", k is " + describe(k) + ", v is " +
-              describe(v));
-    }
-    const int64_t num_tokens = q.shape()[0];
-    if (k.shape()[0] != num_tokens || v.shape()[0] != num_tokens) {
-      invalid("q, k and v must have the same tokens, but q is " + describe(q) + ", k is " + describe(k) + ", v is " +
-              describe(v));
-    }
-    params.key = view_cache(key_cache, "key", storage, &params.q.dtype, {maybe(key_scale), maybe(key_zero_point)});
-    params.value =
-        view_cache(value_cache, "value", storage, &params.q.dtype, {maybe(value_scale), maybe(value_zero_point)});
-    check_pair(params.key, params.value);
-    check_rows_fit(params.k, "k", params.key, "key_cache");
-    check_rows_fit(params.v, "v", params.value, "value_cache");
-    if (params.q.dim != params.key.dim || params.q.heads % params.key.kv_heads != 0) {
-      invalid("q must have heads of " + std::to_string(params.key.dim) + ", in a multiple of " +
-              std::to_string(params.key.kv_heads) + " kv_heads of key_cache, but is " + describe(q));
-    }
-    if (window < 0) invalid("window is " + std::to_string(window) + "; it must be 0 (none) or a number of positions");
-    params.window = window;
+    view_layer({&key_cache, &value_cache, maybe(key_scale), maybe(value_scale), maybe(key_zero_point),
+                maybe(value_zero_point)},
+               parse_storage(kv_cache_quant_type), &params);
+    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping);
+    params.rope = view_rope(maybe(rope_cos), maybe(rope_sin), rope_style);
     params.softmax_scale = softmax_scale;
-    params.rope = view_rope(maybe(rope_cos), maybe(rope_sin), rope_style, params.q.dim);
-    params.sinks = view_sinks(maybe(sinks), params.q.heads);
-    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping, num_tokens);
-
-    Tensor out = paddle::empty({num_tokens, params.q.heads, params.value.dim}, q.dtype(), paddle::CPUPlace());
-    params.out = view_rows(out, "out");
-    raise_if_refused(fastkv::append_attention(params));
-    return {out};
+    params.window = window;
+    return {attend(&params, q, k, v, maybe(sinks), nullptr)};
   });
 }
 
@@ -84,60 +58,17 @@ std::vector<paddle::DataType> first_dtype(const std::vector<paddle::DataType>& i
   return {inputs.at(0)};
 }
 
-/// Latents [num_tokens, dim] as rows of one head.
-RowsView view_latents(const Tensor& latent) {
-  check_tensor(latent, "latent", 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]");
-  static char empty;
-  RowsView view;
-  view.dtype = model_dtype(latent, "latent");
-  view.heads = 1;
-  view.dim = latent.shape()[1];
-  view.data = latent.numel() == 0 ? &empty : static_cast<char*>(const_cast<void*>(latent.data()));
-  return view;
-}
-
 std::vector<Tensor> mla_append_attention(const Tensor& q, const Tensor& latent, Tensor& latent_cache,
                                          const OptionalTensor& latent_scale, const Tensor& block_tables,
                                          const Tensor& query_start, const Tensor& context_lens,
                                          const Tensor& slot_mapping, const std::string& kv_cache_quant_type,
                                          float softmax_scale, int64_t kv_lora_rank) {
   return guarded([&]() -> std::vector<Tensor> {
-    const Storage storage = parse_storage(kv_cache_quant_type);
-    if (storage != Storage::kNone && storage != Storage::kFloat8E4M3) {
-      invalid("kv_cache_quant_type " + kv_cache_quant_type +
-              " is not supported with mla attention; allowed with mla: none, float8_e4m3fn");
-    }
     AttentionParams params;
-    params.q = view_rows(q, "q");
-    params.k = view_latents(latent);
-    if (latent.dtype() != q.dtype() || latent.shape()[0] != q.shape()[0]) {
-      invalid("q and latent must have the same dtype and tokens, but q is " + describe(q) + ", latent is " +
-              describe(latent));
-    }
-    params.key = view_cache(latent_cache, "latent", storage, &params.q.dtype, {maybe(latent_scale), nullptr});
-    if (params.key.kv_heads != 1) {
-      invalid("latent_cache must be [blocks, 1, block_size, dim], but is " + describe(latent_cache));
-    }
-    if (storage != Storage::kNone && maybe(latent_scale)->numel() != 1) {
-      invalid("kv_cache_quant_type " + kv_cache_quant_type +
-              " with mla needs one latent_scale, float32 [1], but it is " + describe(*latent_scale));
-    }
-    check_rows_fit(params.k, "latent", params.key, "latent_cache");
-    if (params.q.dim != params.key.dim) {
-      invalid("q must have heads of " + std::to_string(params.key.dim) + ", the row length of latent_cache, but is " +
-              describe(q));
-    }
-    if (kv_lora_rank < 1 || kv_lora_rank > params.key.dim) {
-      invalid("kv_lora_rank is " + std::to_string(kv_lora_rank) + "; it must be from 1 to the row length " +
-              std::to_string(params.key.dim) + " of latent_cache");
-    }
-    params.value_in_key = true;
+    view_layer({&latent_cache, nullptr, maybe(latent_scale)}, parse_storage(kv_cache_quant_type), &params);
+    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping);
     params.softmax_scale = softmax_scale;
-    params.batch = view_batch(block_tables, query_start, context_lens, slot_mapping, q.shape()[0]);
-    Tensor out = paddle::empty({q.shape()[0], params.q.heads, kv_lora_rank}, q.dtype(), paddle::CPUPlace());
-    params.out = view_rows(out, "out");
-    raise_if_refused(fastkv::append_attention(params));
-    return {out};
+    return {attend_latent(&params, q, latent, kv_lora_rank)};
   });
 }
 
@@ -157,8 +88,8 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
   guarded([&] {
     const Storage storage = parse_storage(kv_cache_quant_type);
     const RowsView key_rows = view_rows(k, "k");
-    const CacheView key =
-        view_cache(key_cache, "key", storage, &key_rows.dtype, {maybe(key_scale), maybe(key_zero_point)});
+    const CacheView key = view_cache(key_cache, "key", storage, {maybe(key_scale), maybe(key_zero_point)});
+    check_stored_in(key, "key", key_rows.dtype);
     check_rows_fit(key_rows, "k", key, "key_cache");
     RowsView value_rows;
     CacheView value;
@@ -167,8 +98,8 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
       if (v->dtype() != k.dtype() || v->shape()[0] != k.shape()[0]) {
         invalid("k and v must have the same dtype and tokens, but k is " + describe(k) + ", v is " + describe(*v));
       }
-      value =
-          view_cache(*value_cache, "value", storage, &key_rows.dtype, {maybe(value_scale), maybe(value_zero_point)});
+      value = view_cache(*value_cache, "value", storage, {maybe(value_scale), maybe(value_zero_point)});
+      check_stored_in(value, "value", key_rows.dtype);
       check_pair(key, value);
       check_rows_fit(value_rows, "v", value, "value_cache");
     } else if ((v || value_cache) && k.shape()[0] > 0) {  // Paddle passes an empty v as an absent one
@@ -186,8 +117,7 @@ void write_cache(const Tensor& k, const OptionalTensor& v, Tensor& key_cache, Op
 std::vector<Tensor> gather(const Tensor& cache, const Tensor* scale, const Tensor* zero_point, const Tensor& slots,
                            Tensor* out, const std::string& kv_cache_quant_type, const std::string& what) {
   return guarded([&]() -> std::vector<Tensor> {
-    const CacheView view =
-        view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), nullptr, {scale, zero_point});
+    const CacheView view = view_cache(cache, what.c_str(), parse_storage(kv_cache_quant_type), {scale, zero_point});
     check_tensor(slots, "slots", 1, "int64 [n]");
     check_dtype(slots, "slots", phi::DataType::INT64);
     const int64_t count = slots.shape()[0];

@@ -114,11 +114,12 @@ def _run_chunk(model: LlamaModel | MlaModel, chunk: list[int], collector: RangeC
 def _watched_keys_and_values(model: LlamaModel, positions: Tensor, collector: RangeCollector) -> Attend:
     mask = causal_mask(int(positions.shape[0]))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        q, k, v = model.split_heads(qkv)
         k = rotate(k, model.rope, positions)
         collector.add(layer, Role.KEY, k.numpy())
         collector.add(layer, Role.VALUE, v.numpy())
-        return causal_attention(rotate(q, model.rope, positions), k, v, model.softmax_scale, mask)
+        return causal_attention(rotate(q, model.rope, positions), k, v, model.softmax_scale, mask).flatten(1)
 
     return attend
 

@@ -2,7 +2,7 @@
 
 Owns the arithmetic of the layers and nothing else: the model knows of no cache, no block and no request. Whoever runs
 a step (the engine's worker, or `recompute` without any cache) passes `attend`, which gets each layer's queries, keys
-and values *before* rotary embedding and rotates them by `LlamaModel.rope`.
+and values *before* rotary embedding, as the fused projection leaves them, and rotates them by `LlamaModel.rope`.
 
 What always holds: tokens are independent of each other outside `attend`, so one flat run of tokens can mix requests,
 prefill chunks and decode. Weights are shared with the NumPy arrays given, never copied, never written.
@@ -40,17 +40,16 @@ from fastkv.ops import Rope
 class Attend(Protocol):
     """Attention of one step, given by whoever owns the keys and values of earlier tokens."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep this step's k and v, and attend.
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """Keep this step's keys and values, and attend.
 
         Args:
             layer: 0 to num_layers - 1, called once each, in order.
-            q: float32 [num_tokens, num_heads, head_dim], contiguous, not rotated.
-            k: float32 [num_tokens, kv_heads, head_dim], contiguous, not rotated.
-            v: float32 [num_tokens, kv_heads, head_dim], contiguous.
+            qkv: float32 [num_tokens, (num_heads + 2 * kv_heads) * head_dim], contiguous: of each token its queries, its
+                keys, its values, not rotated; `LlamaModel.split_heads` takes them apart.
 
         Returns:
-            float32 [num_tokens, num_heads, head_dim].
+            float32 [num_tokens, num_heads * head_dim].
         """
         ...
 
@@ -113,18 +112,20 @@ class LlamaModel:
             RequestError: token_ids or positions out of range or of different lengths; nothing was run.
         """
         self._check_tokens(token_ids, positions)
-        g = self.geometry
-        num_tokens = token_ids.shape[0]
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            heads = paddle.matmul(self._rms_norm(hidden, layer.attention_norm), layer.qkv, transpose_y=True)
-            heads = heads.reshape([num_tokens, g.num_heads + 2 * g.kv_heads, g.head_dim])
-            q, k, v = heads.split([g.num_heads, g.kv_heads, g.kv_heads], axis=1)
-            attended = attend(index, q, k, v).reshape([num_tokens, g.q_dim])
-            hidden = hidden + paddle.matmul(attended, layer.attention_out, transpose_y=True)
+            qkv = paddle.matmul(self._rms_norm(hidden, layer.attention_norm), layer.qkv, transpose_y=True)
+            hidden = hidden + paddle.matmul(attend(index, qkv), layer.attention_out, transpose_y=True)
             gate_up = paddle.matmul(self._rms_norm(hidden, layer.ffn_norm), layer.gate_up, transpose_y=True)
             hidden = hidden + paddle.matmul(F.swiglu(gate_up), layer.ffn_down, transpose_y=True)
         return hidden
+
+    def split_heads(self, qkv: Tensor) -> list[Tensor]:
+        """What `Attend` gets, copied: q [num_tokens, num_heads, head_dim], k, v [num_tokens, kv_heads, head_dim]."""
+        g = self.geometry
+        heads = qkv.reshape([qkv.shape[0], g.num_heads + 2 * g.kv_heads, g.head_dim])
+        split: list[Tensor] = heads.split([g.num_heads, g.kv_heads, g.kv_heads], axis=1)
+        return split
 
     @paddle.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from fastkv.engine.llama import LlamaModel, random_geometry, random_weights
 from fastkv.engine.mla import MlaGeometry, MlaModel
 from fastkv.engine.model_files import RANDOM_PREFIX, weights_name
 from fastkv.errors import ConfigError
-from fastkv.ops import AttentionBatch, LayerCache, append_attention, mla_append_attention
+from fastkv.ops import AttentionBatch, LayerCache, append_attention_qkv, mla_append_attention
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,14 @@ class LoadedModel(LlamaModel):
 
     def paged_attend(self, layers: Sequence[LayerCache], batch: AttentionBatch, dtype: str) -> AnyAttend:
         """See CausalModel. Rotary embedding happens inside the op; all layers of the step share its result's memory."""
-        shape = [batch.num_tokens, self.geometry.num_heads, self.geometry.head_dim]
+        shape = [batch.num_tokens, self.geometry.q_dim]
         scale, rope, out = self.softmax_scale, self.rope, paddle.empty(shape, getattr(paddle, dtype))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return append_attention(q, k, v, layers[layer], batch, softmax_scale=scale, rope=rope, out=out)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return append_attention_qkv(qkv, layers[layer], batch, softmax_scale=scale, rope=rope, out=out)
 
-        def cast_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _cast(attend(layer, _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)), "float32")
+        def cast_and_attend(layer: int, qkv: Tensor) -> Tensor:
+            return _cast(attend(layer, _cast(qkv, dtype)), "float32")
 
         return attend if dtype == "float32" else cast_and_attend
 

@@ -56,9 +56,10 @@ def logits(model: LlamaModel, token_ids: Sequence[int], first_row: int = 0) -> n
     """
     positions, mask = paddle.arange(len(token_ids), dtype="int64"), causal_mask(len(token_ids))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        q, k, v = model.split_heads(qkv)
         rotated_q, rotated_k = rotate(q, model.rope, positions), rotate(k, model.rope, positions)
-        return causal_attention(rotated_q, rotated_k, v, model.softmax_scale, mask)
+        return causal_attention(rotated_q, rotated_k, v, model.softmax_scale, mask).flatten(1)
 
     hidden = model.forward(paddle.to_tensor(list(token_ids), dtype="int64"), positions, attend)
     rows: npt.NDArray[np.float32] = model.logits(hidden[first_row:]).numpy()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastkv.ops._load import force_isa, load_ops, supported_isas
-    from fastkv.ops.attention import append_attention, mla_append_attention
+    from fastkv.ops.attention import append_attention, append_attention_qkv, mla_append_attention
     from fastkv.ops.batch import AttentionBatch, Rope
     from fastkv.ops.blocks import copy_blocks, gather_cache, write_cache
     from fastkv.ops.cache import LayerCache, StaticScales
@@ -22,6 +22,7 @@ _HOME = {
     "Rope": "batch",
     "StaticScales": "cache",
     "append_attention": "attention",
+    "append_attention_qkv": "attention",
     "copy_blocks": "blocks",
     "force_isa": "_load",
     "gather_cache": "blocks",
@@ -37,6 +38,7 @@ __all__ = [
     "Rope",
     "StaticScales",
     "append_attention",
+    "append_attention_qkv",
     "copy_blocks",
     "force_isa",
     "gather_cache",

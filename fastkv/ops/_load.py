@@ -1,5 +1,7 @@
 """Finds, checks and registers the compiled ops, once a process; calls them by name.
 
+The library is also a Python module, `native`: attention without Paddle's dispatch (custom_ops/paddle/direct.cc).
+
 The library is tied to the Paddle it was built against. What it was built for stands in the file as plain text and is
 read before loading: a library for another Paddle may fail to load with nothing but an undefined symbol.
 """
@@ -7,6 +9,7 @@ read before loading: a library for another Paddle may fail to load with nothing 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import threading
 from pathlib import Path
@@ -24,6 +27,10 @@ _run_custom_op: Any = getattr(paddle._C_ops, "_run_custom_op")  # noqa: B009 - u
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
+
+native: Any = None
+"""The library's functions for Python: attention, and views of what does not change from call to call. None before
+load_ops. Its errors are Paddle's: see own_error."""
 
 
 def find_library() -> Path:
@@ -69,7 +76,7 @@ def load_ops() -> ctypes.CDLL:
     Raises:
         ConfigError: the library is missing, or was built for another Paddle.
     """
-    global _library
+    global _library, native
     if _library is not None:
         return _library
     with _lock:
@@ -79,7 +86,8 @@ def load_ops() -> ctypes.CDLL:
             try:
                 paddle.base.core.load_op_meta_info_and_register_op(str(library))
                 loaded = ctypes.CDLL(str(library))
-            except (OSError, RuntimeError) as error:
+                native = importlib.import_module("fastkv._paddle_ops")
+            except (ImportError, OSError, RuntimeError) as error:
                 raise ConfigError(f"{library} cannot be loaded ({error}); {_REBUILD}") from error
             loaded.fastkv_isa_name.restype = ctypes.c_char_p
             _library = loaded
@@ -98,10 +106,37 @@ def run_op(name: str, *args: Any) -> list[Any]:
     try:
         outputs: list[Any] = _run_custom_op(name, *args)
         return outputs
+    except (ValueError, IndexError) as error:
+        raise own_error(error) from None
+
+
+def make_view(kind: str, *parts: Any) -> Any:
+    """What does not change from call to call as the library's attention takes it: a capsule of addresses, so whoever
+    asks keeps the tensors.
+
+    Args:
+        kind: "layer" of an op's cache inputs and the quantisation type's name, "batch" of its tensors, "rope" of cos,
+            sin and style.
+        parts: as said.
+
+    Raises:
+        ConfigError: what a registered op would refuse, in its words.
+    """
+    if _library is None:
+        load_ops()
+    try:
+        return getattr(native, f"view_{kind}")(*parts)
     except ValueError as error:
-        raise ConfigError(_own_words(error)) from None
-    except IndexError as error:
-        raise IndexError(_own_words(error)) from None
+        raise own_error(error) from None
+
+
+def own_error(error: ValueError | IndexError) -> ConfigError | IndexError:
+    """What to raise for a refusal of the library: our message, without the error class and the source position that
+    Paddle puts around it."""
+    text = str(error).strip()
+    text = text.removeprefix("(InvalidArgument) ").removeprefix("(OutOfRange) ")
+    text = text.rpartition(" (at ")[0] or text
+    return IndexError(text) if isinstance(error, IndexError) else ConfigError(text)
 
 
 def current_isa() -> str:
@@ -145,10 +180,3 @@ def _isa_names(library: ctypes.CDLL) -> list[str]:
     while (name := library.fastkv_isa_name(len(names))) is not None:
         names.append(name.decode())
     return names
-
-
-def _own_words(error: Exception) -> str:
-    """Our message without the error class and source position that Paddle puts around it."""
-    text = str(error).strip()
-    text = text.removeprefix("(InvalidArgument) ").removeprefix("(OutOfRange) ")
-    return text.rpartition(" (at ")[0] or text

@@ -5,15 +5,17 @@ Called once a layer and step. Layouts and arithmetic: fastkv/ops/reference.py sa
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 from paddle import Tensor
 
 from fastkv.errors import ConfigError
-from fastkv.ops import _direct
+from fastkv.ops import _load
 from fastkv.ops._load import run_op
 from fastkv.ops.batch import AttentionBatch, Rope
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_out, check_rows, check_tensor, is_static_graph
+from fastkv.ops.checks import is_static_graph
 
 
 def append_attention(
@@ -54,37 +56,72 @@ def append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id, slot or position out of range. Nothing has been written then.
     """
-    if not is_static_graph() and not cache.is_latent:
-        layer = cache.view()
-        result = _direct.attend(
-            q,
-            k,
-            v,
-            layer,
-            batch.view(),
-            out_dim=layer.value_dim,
-            softmax_scale=softmax_scale,
-            rope=None if rope is None else rope.view(),
-            window=window,
-            sinks=sinks,
-            out=out,
-        )
-        if result is not None:
-            return result
-    check_rows(q, "q")
-    check_rows(k, "k")
-    check_rows(v, "v")
-    if cache.is_latent:
-        raise ConfigError("append_attention needs a key and a value cache, but got a latent one: mla_append_attention")
-    if sinks is not None:
-        check_tensor(sinks, "sinks", None, 1, "float32 [num_heads]")
-    if out is not None:
-        check_out(out, q.dtype, [*q.shape[:2], v.shape[2]])
-    result = _run_append_attention(q, k, v, cache, batch, softmax_scale, rope, window, sinks)
-    return result if out is None else paddle.assign(result, out)
+    if _is_traced(q):
+        result = _traced_attention(q, k, v, cache, batch, softmax_scale, rope, window, sinks)
+        return result if out is None else paddle.assign(result, out)
+    rotary = None if rope is None else rope.view
+    try:
+        return _load.native.append_attention(cache.view, batch.view, softmax_scale, rotary, window, sinks, out, q, k, v)
+    except (ValueError, IndexError) as error:
+        raise _load.own_error(error) from None
 
 
-def _run_append_attention(
+def append_attention_qkv(
+    qkv: Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    *,
+    softmax_scale: float,
+    rope: Rope | None = None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """append_attention of a fused projection, taken as the matrix product leaves it; the same results bit for bit.
+
+    Splitting it first costs an engine more than a small decode call (40 us a layer, 100 after a layer's weights).
+
+    Args:
+        qkv: [num_tokens, num_heads * head_dim + kv_heads * (head_dim + v_head_dim)]: of each token all queries, then
+            all keys, then all values; dtype as q of append_attention. The cache says kv_heads and both dims, the rest
+            are queries.
+        out: [num_tokens, num_heads * v_head_dim]. The other arguments as for append_attention.
+
+    Returns:
+        [num_tokens, num_heads * v_head_dim] in qkv's dtype, as the output projection takes it.
+
+    Raises:
+        ConfigError, IndexError: as append_attention.
+
+    Source: engines whose attention op takes the fused projection, as FastDeploy's append_attention.
+    """
+    if _is_traced(qkv):
+        q, k, v = _split(qkv, cache)
+        result = _traced_attention(q, k, v, cache, batch, softmax_scale, rope, window, sinks).flatten(1)
+        return result if out is None else paddle.assign(result, out)
+    rotary = None if rope is None else rope.view
+    try:
+        return _load.native.append_attention_qkv(cache.view, batch.view, softmax_scale, rotary, window, sinks, out, qkv)
+    except (ValueError, IndexError) as error:
+        raise _load.own_error(error) from None
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether x is a variable of a static graph: then the call becomes a registered op there."""
+    return not isinstance(x, Tensor) and is_static_graph()
+
+
+def _split(qkv: Any, cache: LayerCache) -> tuple[Any, Any, Any]:
+    """Queries, keys and values of a traced fused projection, [num_tokens, heads, dim] each; the op checks them."""
+    if cache.value is None:
+        raise ConfigError("append_attention_qkv needs a key and a value cache, but got a latent one")
+    kv_heads = int(cache.key.shape[1])
+    key_dim, value_dim = (int(x.shape[3]) * cache.storage.elements_per_byte for x in (cache.key, cache.value))
+    q, k, v = qkv.split([-1, kv_heads * key_dim, kv_heads * value_dim], axis=1)
+    return q.reshape([0, -1, key_dim]), k.reshape([0, kv_heads, key_dim]), v.reshape([0, kv_heads, value_dim])
+
+
+def _traced_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,7 +132,7 @@ def _run_append_attention(
     window: int,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The registered op, which refuses in words what does not fit."""
+    """The registered op, which allocates its result."""
     return run_op(
         "fastkv_append_attention",
         q,
@@ -145,15 +182,13 @@ def mla_append_attention(
         ConfigError: tensors that do not fit each other or the quantisation type.
         IndexError: a block id or slot out of range. Nothing has been written then.
     """
-    if not is_static_graph() and cache.is_latent:
-        args = (q, latent, None, cache.view(), batch.view())
-        out = _direct.attend(*args, out_dim=kv_lora_rank, softmax_scale=softmax_scale)
-        if out is not None:
-            return out
-    check_rows(q, "q")
-    check_tensor(latent, "latent", None, 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]")
-    if not cache.is_latent:
-        raise ConfigError("mla_append_attention needs a latent cache, but got keys and values: append_attention")
+    if not _is_traced(q):
+        try:
+            return _load.native.mla_append_attention(
+                cache.view, batch.view, softmax_scale, None, 0, q, latent, kv_lora_rank
+            )
+        except (ValueError, IndexError) as error:
+            raise _load.own_error(error) from None
     return run_op(
         "fastkv_mla_append_attention",
         q,

@@ -6,6 +6,7 @@ Built once a step (Rope: once a model) and handed to every layer's call; a layer
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from fastkv.errors import ConfigError, RequestError
-from fastkv.ops._direct import BatchView, RopeView
+from fastkv.ops._load import make_view
 from fastkv.ops.checks import check_tensor, describe, is_static_graph
 
 ROPE_STYLES = ("neox", "interleaved")
@@ -41,7 +42,8 @@ class AttentionBatch:
     query_start: Tensor
     context_lens: Tensor
     slot_mapping: Tensor
-    _view: list[BatchView] = field(init=False, default_factory=list, repr=False, compare=False)
+    view: Any = field(init=False, default=False, repr=False, compare=False)
+    """Its addresses, for the kernels; False if these are variables of a static graph."""
 
     def __post_init__(self) -> None:
         check_tensor(self.block_tables, "block_tables", paddle.int32, 2, "int32 [batch, max_blocks]")
@@ -58,6 +60,8 @@ class AttentionBatch:
                 f"{describe(self.context_lens)}"
             )
         self._check_contents()
+        parts = (self.block_tables, self.query_start, self.context_lens, self.slot_mapping)
+        object.__setattr__(self, "view", make_view("batch", *parts))
 
     @classmethod
     def from_numpy(
@@ -71,12 +75,6 @@ class AttentionBatch:
         place = paddle.CPUPlace()
         arrays = (block_tables, query_start, context_lens, slot_mapping)
         return cls(*(paddle.to_tensor(array, place=place) for array in arrays))
-
-    def view(self) -> BatchView:
-        """Its addresses, for the kernels; made on first use. Not in a static graph."""
-        if not self._view:
-            self._view.append(BatchView(self))
-        return self._view[0]
 
     @property
     def num_tokens(self) -> int:
@@ -115,7 +113,8 @@ class Rope:
     cos: Tensor
     sin: Tensor
     style: str = "neox"
-    _view: list[RopeView] = field(init=False, default_factory=list, repr=False, compare=False)
+    view: Any = field(init=False, default=False, repr=False, compare=False)
+    """Its addresses, for the kernels; False if these are variables of a static graph."""
 
     def __post_init__(self) -> None:
         for name in ("cos", "sin"):
@@ -125,9 +124,5 @@ class Rope:
             raise ConfigError(f"rope cos is {describe(self.cos)}, but sin is {describe(self.sin)}: shapes must agree")
         if self.style not in ROPE_STYLES:
             raise ConfigError(f"unknown rope style {self.style!r}; allowed: {', '.join(ROPE_STYLES)}")
-
-    def view(self) -> RopeView:
-        """Its addresses, for the kernels; made on first use. Not in a static graph."""
-        if not self._view:
-            self._view.append(RopeView(self))
-        return self._view[0]
+        if isinstance(self.cos, Tensor):
+            object.__setattr__(self, "view", make_view("rope", self.cos, self.sin, self.style))

@@ -16,7 +16,7 @@ from paddle import Tensor
 
 from fastkv.core.dtype import CODE_DTYPE, MODEL_DTYPES, AttentionKind, ScaleKind, StorageDtype, check_legal
 from fastkv.errors import ConfigError
-from fastkv.ops._direct import LayerView
+from fastkv.ops._load import make_view
 from fastkv.ops.checks import check_memory, describe
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -83,7 +83,8 @@ class LayerCache:
     static: StaticScales | None = None
     op_inputs: tuple[Tensor | None, ...] = field(init=False, repr=False, compare=False)
     """key, value, their scales, their zero points: the inputs that every op takes in this order."""
-    _view: list[LayerView] = field(init=False, default_factory=list, repr=False, compare=False)
+    view: Any = field(init=False, repr=False, compare=False)
+    """Its addresses and strides, for the kernels."""
 
     def __post_init__(self) -> None:
         if self.is_latent:
@@ -106,17 +107,12 @@ class LayerCache:
         else:
             inputs = (self.key, self.value, *self._static_inputs(key_dim, value_dim))
         object.__setattr__(self, "op_inputs", inputs)
+        object.__setattr__(self, "view", make_view("layer", *inputs, self.name))
 
     @property
     def name(self) -> str:
         """The quantisation type's name, "none" when not quantised."""
         return self.storage.name
-
-    def view(self) -> LayerView:
-        """Its addresses and strides, for the kernels; made on first use. Not in a static graph."""
-        if not self._view:
-            self._view.append(LayerView(self))
-        return self._view[0]
 
     @property
     def is_latent(self) -> bool:

@@ -60,16 +60,6 @@ def check_out(out: Any, dtype: Any, shape: list[int]) -> None:
         raise ConfigError(f"out must be {layout}, but is {describe(out)}")
 
 
-def check_rows(rows: Any, name: str) -> None:
-    """What only Python can tell of a step's rows, at little cost; shape, dtype and device are the op's to refuse.
-
-    Raises:
-        ConfigError: no tensor, or a strided one.
-    """
-    if not (isinstance(rows, Tensor) and rows.is_contiguous()):
-        check_tensor(rows, name, None, 3, "[num_tokens, heads, dim]")
-
-
 def check_memory(tensor: Tensor, name: str) -> None:
     """Refuse tensors on other devices and strided ones."""
     if not tensor.place.is_cpu_place():

@@ -115,18 +115,21 @@ def test_logits_from_first_row_are_the_last_of_all(tiny_model: LlamaModel) -> No
     np.testing.assert_allclose(recompute.logits(tiny_model, PROMPT, 4), whole[4:], rtol=0, atol=1e-5)
 
 
-def test_attend_sees_contiguous_unrotated_heads_once_a_layer_in_order(tiny_model: LlamaModel) -> None:
+def test_attend_sees_contiguous_unrotated_rows_once_a_layer_in_order(tiny_model: LlamaModel) -> None:
     """Custom ops take pointers: a non-contiguous slice would be read wrongly."""
     g = tiny_model.geometry
     seen = []
 
-    def attend(layer, q, k, v):
-        assert all(t.is_contiguous() and t.dtype == paddle.float32 for t in (q, k, v))
+    def attend(layer, qkv):
+        assert qkv.is_contiguous()
+        assert qkv.dtype == paddle.float32
+        q, k, v = tiny_model.split_heads(qkv)
         assert (q.shape, k.shape, v.shape) == ([3, g.num_heads, g.head_dim], [3, g.kv_heads, g.head_dim], k.shape)
+        np.testing.assert_array_equal(paddle.concat([x.flatten(1) for x in (q, k, v)], 1).numpy(), qkv.numpy())
         # The same token at other positions: equal rows as long as nothing is rotated.
         np.testing.assert_allclose(k.numpy()[0], k.numpy()[2], rtol=0, atol=1e-6)
         seen.append(layer)
-        return paddle.zeros_like(q)
+        return paddle.zeros([3, g.q_dim])
 
     positions = paddle.to_tensor([0, 5, 9], dtype="int64")
     hidden = tiny_model.forward(paddle.to_tensor([4, 9, 4], dtype="int64"), positions, attend)
@@ -140,13 +143,14 @@ def test_flat_batch_of_two_sequences_equals_each_alone(tiny_model: LlamaModel) -
     split = len(first)
     positions = paddle.to_tensor([*range(split), *range(len(second))], dtype="int64")
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv):
+        q, k, v = tiny_model.split_heads(qkv)
         q, k = (recompute.rotate(x, tiny_model.rope, positions) for x in (q, k))
         parts = [
             recompute.causal_attention(q[s], k[s], v[s], tiny_model.softmax_scale, recompute.causal_mask(n))
             for s, n in ((slice(0, split), split), (slice(split, None), len(second)))
         ]
-        return paddle.concat(parts)
+        return paddle.concat(parts).flatten(1)
 
     ids = paddle.to_tensor(first + second, dtype="int64")
     batched = tiny_model.logits(tiny_model.forward(ids, positions, attend)).numpy()
@@ -178,7 +182,7 @@ def test_rotary_table_holds_angles_of_every_position(tiny_model: LlamaModel) -> 
 def test_tokens_or_positions_out_of_range_are_refused_before_any_layer(
     tiny_model: LlamaModel, ids: list[int], positions: list[int], message: str
 ) -> None:
-    def attend(layer, q, k, v):
+    def attend(layer, qkv):
         raise AssertionError("no layer may run")
 
     with pytest.raises(RequestError, match=message):

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 from helpers.ops_cases import make_batch, make_twin, paddle_batch, to_paddle
 
-from fastkv.ops import AttentionBatch, append_attention, gather_cache, write_cache
+from fastkv.ops import AttentionBatch, append_attention, append_attention_qkv, gather_cache, write_cache
 from fastkv.ops._load import run_op
 from fastkv.ops.cache import LayerCache
 
@@ -60,6 +60,20 @@ def test_to_static_of_python_face_writes_the_cache_it_closes_over(rng: np.random
     dynamic, static = make_twin(rng).layer, make_twin(rng).layer
     expected = OneLayer(dynamic)(*rows, *batch_inputs(batch))
     actual = paddle.jit.to_static(OneLayer(static), full_graph=True)(*rows, *batch_inputs(batch))
+    np.testing.assert_array_equal(actual.numpy(), expected.numpy())
+    np.testing.assert_array_equal(static.key.numpy(), dynamic.key.numpy())
+
+
+def test_to_static_of_fused_projection_equals_dynamic(rng: np.random.Generator) -> None:
+    (q, k, v), batch = step(rng)
+    dynamic, static = make_twin(rng).layer, make_twin(rng).layer
+    qkv = paddle.concat([x.flatten(1) for x in (q, k, v)], axis=1)
+
+    def attend(x, tables, starts, lengths, slots):
+        return append_attention_qkv(x, static, AttentionBatch(tables, starts, lengths, slots), softmax_scale=0.25)
+
+    expected = append_attention_qkv(qkv, dynamic, batch, softmax_scale=0.25)
+    actual = paddle.jit.to_static(attend, full_graph=True)(qkv, *batch_inputs(batch))
     np.testing.assert_array_equal(actual.numpy(), expected.numpy())
     np.testing.assert_array_equal(static.key.numpy(), dynamic.key.numpy())
 

@@ -48,15 +48,18 @@ struct CacheView {
   }
 };
 
-/// Rows of the model: [num_tokens, heads, dim], contiguous.
+/// Rows of the model: [num_tokens, heads, dim], contiguous within a token. Queries, keys and values of a token may lie
+/// behind each other in one tensor: then token_stride, in elements, is larger than heads * dim.
 struct RowsView {
   char* data = nullptr;
   ModelDtype dtype = ModelDtype::kFloat32;
   int64_t heads = 0;
   int64_t dim = 0;
+  int64_t token_stride = 0;  // 0: heads * dim
 
   FASTKV_INLINE char* row(int64_t token, int64_t head) const {
-    return data + (token * heads + head) * dim * dtype_bytes(dtype);
+    const int64_t stride = token_stride == 0 ? heads * dim : token_stride;
+    return data + (token * stride + head * dim) * dtype_bytes(dtype);
   }
 };
 

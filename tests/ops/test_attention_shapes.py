@@ -80,6 +80,7 @@ def test_verification_and_chunks_of_every_storage(
     """Around sixteen query rows, where panels take over from rows, with a window that ends inside both."""
     check(rng, storage, [queries], [61], group=2, dim=64)
     check(rng, storage, [queries], [61], group=1, dim=64, window=20)
+    check(rng, storage, [queries], [260], group=1, dim=64, window=150)  # longer than a chunk
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])

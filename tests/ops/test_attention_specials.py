@@ -82,15 +82,16 @@ def test_nan_before_the_window_is_never_read(
 
 
 @pytest.mark.parametrize("dim", [20, 32])
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize(("position", "window"), [(33, 0), (57, 5), (63, 0), (64, 9), (99, 3)])
 def test_infinite_values_of_one_token_reach_its_readers_only(
-    rng: np.random.Generator, isa: str, dim: int, position: int, window: int
+    rng: np.random.Generator, isa: str, dim: int, group: int, position: int, window: int
 ) -> None:
     """Panels hold rows that attend different positions, and leave in their scratch what later chunks must not meet:
     a weight or a query of zero times infinity would be NaN."""
     batch = make_batch(rng, [100], [0], 16, 8)
     twin = make_twin(rng, blocks=8, kv_heads=1, block_size=16, dim=dim)
-    q, k, v = (rng.standard_normal((100, heads, dim)).astype(np.float32) for heads in (2, 1, 1))
+    q, k, v = (rng.standard_normal((100, heads, dim)).astype(np.float32) for heads in (group, 1, 1))
     v[position] = np.inf
     out = append_attention(
         *map(to_paddle, (q, k, v)), twin.layer, paddle_batch(batch), softmax_scale=0.2, window=window
@@ -119,6 +120,48 @@ def test_infinite_value_that_some_windows_have_passed_reaches_the_others(rng: np
     values = to_array(out)  # position 200 + t sees 51 + t and later
     assert np.isinf(values[:10]).all()
     assert np.isfinite(values[10:]).all()
+
+
+@pytest.mark.parametrize("quant_type", ["block_wise_fp8", "int8_token"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_nan_scales_of_one_request_are_not_met_by_the_next(
+    rng: np.random.Generator, isa: str, quant_type: str, group: int
+) -> None:
+    """Kernels take whole vectors of scales, past a chunk's end too, where those of the request before may lie."""
+    batch = make_batch(rng, [1, 1], [120, 2], 16, 9)
+    twin = fill_context(rng, make_twin(rng, quant_type, blocks=9, kv_heads=1, block_size=16, dim=64), batch)
+    rows = [model_rows(rng, (2, heads, 64), "float32") for heads in (group, 1, 1)]
+    expected = ref.append_attention(*rows, twin.key, twin.value, batch, softmax_scale=0.125)
+    spoiled = context_slots(batch, 16)[:120]
+    for cache in (twin.key, twin.value):
+        assert cache.scale is not None
+        cache.scale[spoiled // 16, 0, spoiled % 16] = np.nan
+    layer = layer_of(twin.key, twin.value)
+    out = append_attention(*map(to_paddle, rows), layer, paddle_batch(batch), softmax_scale=0.125)
+    assert np.isnan(to_array(out)[0]).all()
+    assert_close(out[1], expected[1], "float32")
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids="-".join)
+def test_infinite_query_against_keys_of_the_other_sign_attends_nothing(
+    rng: np.random.Generator, isa: str, storage: tuple[str, str]
+) -> None:
+    """Every score is minus infinity, which scales and zero points that are folded into a query must not spoil."""
+    batch = make_batch(rng, [1], [20], 16, 2)
+    twin = make_twin(rng, *storage, blocks=2, kv_heads=1, block_size=16, dim=64)
+    keys = rng.standard_normal((21, 1, 64)).astype(np.float32)
+    keys[..., 3] = -1.0
+    slots = context_slots(batch, 16)
+    twin.key.write(slots, keys[:20])
+    twin.value.write(slots, keys[:20])
+    q = rng.standard_normal((1, 2, 64)).astype(np.float32)
+    q[0, 0, 3] = np.inf
+    rows = (to_paddle(from_float32(x, storage[1])) for x in (q, keys[20:], keys[20:]))
+    out = append_attention(*rows, layer_of(twin.key, twin.value), paddle_batch(batch), softmax_scale=0.125)
+    values = to_float32(to_array(out), storage[1])
+    np.testing.assert_array_equal(values[0, 0], 0.0)
+    assert np.isfinite(values[0, 1]).all()
+    assert np.any(values[0, 1] != 0.0)
 
 
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)

@@ -125,6 +125,14 @@ class PaddleOps(Extension):
         return [*folders, "-l:libpaddle.so", "-l:libiomp5.so", *(f"-Wl,-rpath,{path}" for path in rpaths)]
 
 
+def core_sources_digest(folder: Path) -> str:
+    """Names and contents of the core's sources as one SHA-256; fastkv/scheduler/_native.py computes the same."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.cc"), *folder.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 class SchedulerCore(Extension):
     """The scheduler's core: pybind11, no Paddle."""
 
@@ -134,7 +142,9 @@ class SchedulerCore(Extension):
         self.dependencies = sorted(folder.glob("*.h"))
 
     def compile_flags(self, source: Path) -> list[str]:
-        """Only bindings see Python."""
+        """Only bindings see Python; stamp.cc says which sources there were."""
+        if source.stem == "stamp":
+            return [*COMMON_FLAGS, f'-DFASTKV_CORE_SOURCES="{core_sources_digest(ROOT / OPS / "core")}"']
         if not source.stem.startswith("bindings"):
             return COMMON_FLAGS
         if importlib.util.find_spec("pybind11") is None:

@@ -9,6 +9,8 @@ _Ids = npt.NDArray[np.int32]
 _Transfer = tuple[int, _Ids, _Ids] | None  # id, device blocks, host blocks
 _Extras = Sequence[tuple[int, bytes]]
 
+built_from: str  # SHA-256 of the sources, see fastkv.scheduler._native
+
 class MatchResult:
     @property
     def device_blocks(self) -> _Ids: ...

@@ -12,6 +12,7 @@
 
 #include "python_manager.h"
 #include "python_tokens.h"
+#include "stamp.h"
 
 namespace fastkv::core {
 
@@ -194,6 +195,7 @@ py::object bind_manager(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   using namespace fastkv::core;
   module.doc() = "Native scheduler core of fastkv; use fastkv.scheduler, which documents it.";
+  module.attr("built_from") = built_from();
   py::register_exception_translator(translate);
   const py::object manager_type = bind_manager(module);
   add_fast_calls(module, manager_type);

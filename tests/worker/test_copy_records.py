@@ -141,6 +141,47 @@ def test_copier_tells_what_landed_when_it_is_there(threads: int, monkeypatch: py
     copier.close()
 
 
+def test_copier_tells_a_layer_after_its_last_block_however_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take some blocks at a time: a layer of one block more than that has not landed after the first turn."""
+    monkeypatch.setattr(records, "_GROUP_BYTES", 1)
+    data = toy_data("mla", num_device_blocks=48, num_host_blocks=48)
+    data["cache"]["block_size"] = 64  # 3 KiB a block and layer, of which 42 are taken at a time
+    controller = CacheController(parse_config(data))
+    controller.initialize_all()
+    copier, memory, host = copier_of(controller, threads=1), device_memory(controller), controller.host_records
+    host[:] = np.random.default_rng(3).integers(0, 256, host.shape, dtype=np.uint8)
+    parts = controller.spec.record_parts
+    for count in range(1, 49):
+        ids = np.arange(count, dtype=np.int32)
+        for array in memory.values():
+            array[:] = 0
+        told: list[int] = []
+
+        def landed(num_layers: int, told: list[int] = told, count: int = count) -> None:
+            told.append(num_layers)
+            part = parts[num_layers - 1]
+            there = memory[part.layer, part.role.role][:count]
+            assert np.array_equal(there, host[:count, part.offset : part.offset + part.nbytes])
+
+        copier.copy(Direction.TO_DEVICE, ids, ids, range(3), landed)
+        assert told == [1, 2, 3]
+    copier.close()
+
+
+def test_copier_part_that_ends_past_its_record_is_refused_and_nothing_moves() -> None:
+    device, host, message = np.ones(64, np.uint8), np.zeros((2, 32), np.uint8), ctypes.create_string_buffer(512)
+    ids = np.zeros(1, np.int32)
+    for nbytes, is_refused in ((17, True), (16, False)):
+        table = np.array([[device.ctypes.data, 64, nbytes, 16]], np.int64)
+        refused = _library().fastkv_copy_records(
+            None, table.ctypes.data, 1, 1, host.ctypes.data, 32, 2,
+            ids.ctypes.data, ids.ctypes.data, 1, int(Direction.TO_HOST), None, 0, _LANDED(), message, 512,
+        )  # fmt: skip
+        assert bool(refused) is is_refused
+        assert host.sum() == (0 if is_refused else 16)
+    assert b"ends at 33 of a record of 32 bytes" in message.value
+
+
 def test_copier_id_out_of_range_is_refused_and_nothing_moves() -> None:
     controller = allocated("gqa")
     copier = copier_of(controller)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 from fastkv import FastKVError, __version__
 from fastkv.cli import cache, calibrate, generate, plan, replay
@@ -20,6 +23,10 @@ COMMANDS = (generate, plan, calibrate, evaluate, replay, cache)
 
 _EXTRAS = {"paddle": "cpu", "gguf": "demo", "tokenizers": "demo"}
 """Python package -> the extra of fastkv that brings it."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM came: end as after Ctrl-C, so that engines store what is queued and close what is open."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
     args = build_parser().parse_args(argv)
+    before = signal.getsignal(signal.SIGTERM)
+    _set_sigterm(_end_in_order)
     try:
         code = int(args.run(args))
         sys.stdout.flush()
@@ -56,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastkv: interrupted", file=sys.stderr)
         return 130
+    except _Terminated:
+        print("fastkv: terminated", file=sys.stderr)
+        return 143
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         _drop_stdout()
         return 141
@@ -65,6 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         print(f"fastkv: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+    finally:
+        _set_sigterm(signal.SIG_DFL if before is None else before)
+
+
+def _set_sigterm(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():  # others may not
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _end_in_order(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+    raise _Terminated
 
 
 def _drop_stdout() -> None:

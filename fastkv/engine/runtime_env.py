@@ -13,7 +13,9 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +73,8 @@ def quiet_paddle_import() -> Iterator[None]:
     """Hide the two notices Paddle prints to stderr at import when OMP_NUM_THREADS > 1, and one about ccache.
 
     Use as `with quiet_paddle_import(): import paddle`. Everything else printed meanwhile is passed on, also when
-    the import fails.
+    the import fails. Paddle's import also catches SIGTERM, to print a C++ trace among the program's output; whoever had
+    the signal before has it afterwards.
     """
     real_stderr, caught = sys.stderr, io.StringIO()
     sys.stderr = caught
@@ -81,6 +84,9 @@ def quiet_paddle_import() -> Iterator[None]:
             yield
     finally:
         sys.stderr = real_stderr
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGTERM)  # as Python knows it: nobody told it of Paddle's
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
         for line in caught.getvalue().splitlines(keepends=True):
             if not line.startswith(_START_NOTICES):
                 real_stderr.write(line)

@@ -20,7 +20,8 @@ from fastkv.errors import FastKVError
 
 def main(fd: int) -> int:
     """Serve one engine. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which ends us by closing the socket
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a group, they reach the engine too, which ends us in order
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(fd)
     config, rank = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[Config, int])
     prepare_runtime()

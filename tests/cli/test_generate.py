@@ -62,7 +62,11 @@ def test_generate_streams_text_and_reports_on_stderr() -> None:
     assert "WARNING" not in done.stderr
 
 
-def test_generate_interrupted_leaves_no_worker_behind() -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_generate_ended_by_a_signal_closes_and_leaves_no_worker_behind(number: int, code: int, words: str) -> None:
+    """As a terminal does it with Ctrl-C, and a service manager: engine and worker both get the signal."""
     command = [*COMMAND, "generate", str(SMOLLM2), "--prompt", "Once", "--max-tokens", "4000", "--worker", "process"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
@@ -71,11 +75,12 @@ def test_generate_interrupted_leaves_no_worker_behind() -> None:
     worker = _wait_for(lambda: children.read_text().split())[0]
     assert process.stdout is not None
     assert process.stdout.read(4) == "Once"  # the engine is up and its text flows
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: engine and worker both get it
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert stderr.strip().splitlines()[-1] == "fastkv: interrupted"
+    os.killpg(process.pid, number)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert stderr.strip().splitlines()[-1] == f"fastkv: {words}"
     assert "Traceback" not in stderr
+    assert "Error" not in stdout, "Paddle's own handler prints there"
     _wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 

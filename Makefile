@@ -27,7 +27,7 @@ setup: .venv/.native
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "fastkv needs Python 3.10 or newer; set PYTHON, for example: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "fastkv needs a C++ compiler: install g++, or set CXX"; exit 1; }
-	@echo "setting up .venv (about two minutes, once) ..."
+	@echo "setting up .venv (about three minutes, once) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv || { rm -rf .venv; \
 	  echo "Python's venv module does not work here (Debian and Ubuntu: install python3-venv)"; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11" $(PADDLE)

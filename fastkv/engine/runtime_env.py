@@ -73,20 +73,40 @@ def quiet_paddle_import() -> Iterator[None]:
     """Hide the two notices Paddle prints to stderr at import when OMP_NUM_THREADS > 1, and one about ccache.
 
     Use as `with quiet_paddle_import(): import paddle`. Everything else printed meanwhile is passed on, also when
-    the import fails. Paddle's import also catches SIGTERM, to print a C++ trace among the program's output; whoever had
-    the signal before has it afterwards.
+    the import fails. Ctrl-C and SIGTERM wait until it is over.
     """
     real_stderr, caught = sys.stderr, io.StringIO()
     sys.stderr = caught
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _held_signals():
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
     finally:
         sys.stderr = real_stderr
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGTERM)  # as Python knows it: nobody told it of Paddle's
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
         for line in caught.getvalue().splitlines(keepends=True):
             if not line.startswith(_START_NOTICES):
                 real_stderr.write(line)
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from the import, and the import from them.
+
+    An interrupt in the middle of it would come out as "ImportError: initialization failed"; and Paddle catches SIGTERM,
+    for ever, to print a C++ trace among the program's output. Whoever had the signals before has them afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others hear of no signals
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,33 @@ def test_quiet_import_drops_known_notices_only(capsys: pytest.CaptureFixture[str
     with pytest.raises(ImportError, match="no libpaddle"), runtime_env.quiet_paddle_import():
         noisy()
     assert capsys.readouterr().err == "a real problem\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_quiet_import_holds_signals_until_it_is_over_and_gives_them_back(number: int) -> None:
+    """Paddle turns an interrupt of its import into an ImportError, and takes SIGTERM behind Python's back."""
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        with runtime_env.quiet_paddle_import():
+            signal.raise_signal(number)
+            assert not heard
+            ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL, as far as the system knows
+        assert heard == [number]
+        signal.raise_signal(number)
+        assert heard == [number] * 2
+    finally:
+        signal.signal(number, before)
+
+
+def test_quiet_import_in_another_thread_leaves_signals_alone() -> None:
+    done: list[bool] = []
+
+    def work() -> None:
+        with runtime_env.quiet_paddle_import():
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done

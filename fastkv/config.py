@@ -218,7 +218,9 @@ def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is no valid YAML: {error}") from error
+        raise ConfigError(
+            f"config file {path} is no valid YAML: {error}".replace(' in "<unicode string>",', "")
+        ) from error
     if not isinstance(data, dict):
         raise ConfigError(
             f"config file {path} must hold a mapping with the sections {field_names(Config)}, got {data!r}"

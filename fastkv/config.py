@@ -20,7 +20,7 @@ from fastkv.core.geometry import AttentionGeometry
 from fastkv.core.plan import MAX_BLOCKS, CapacityPlan, MemoryBudget, plan_capacity
 from fastkv.core.spec import CacheSpec
 from fastkv.errors import ConfigError
-from fastkv.strict_yaml import StrictLoader, at, explain, field_names, override, unknown_key
+from fastkv.strict_yaml import StrictLoader, at, explain, field_names, override, place_of, unknown_key
 
 ENV_PREFIX = "FASTKV_"
 
@@ -218,9 +218,7 @@ def load_config(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"config file {path} is no valid YAML: {error}".replace(' in "<unicode string>",', "")
-        ) from error
+        raise ConfigError(f"config file {path} is no valid YAML: {place_of(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(
             f"config file {path} must hold a mapping with the sections {field_names(Config)}, got {data!r}"

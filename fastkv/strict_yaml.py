@@ -48,6 +48,11 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def place_of(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the parser's name for text that it read from no file."""
+    return str(error).replace('in "<unicode string>", ', "")
+
+
 def explain(problem: str, data: Mapping[str, Any], root: type[msgspec.Struct]) -> str:
     """Turn msgspec's message (type problem at $.a.b) into key path, value, what is allowed.
 

@@ -131,8 +131,7 @@ Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, co
   const RowWriter values{table, v, value, value_scales, nullptr};
   const int64_t elements = num_tokens * k.heads * (key.dim + (has_value ? value.dim : 0));
   const int64_t groups = (num_tokens + kWriteTokens - 1) / kWriteTokens;
-#pragma omp parallel for schedule(static) if (elements >= kParallelElements)
-  for (int64_t group = 0; group < groups; ++group) {
+  const auto write_group = [&](int64_t group) {
     const int64_t begin = group * kWriteTokens, end = std::min(begin + kWriteTokens, num_tokens);
     for (int64_t head = 0; head < k.heads; ++head) {
       for (int64_t token = begin; token < end; ++token) {
@@ -142,6 +141,12 @@ Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, co
         if (slots[token] >= 0) values.write(token, head, slots[token], 0);
       }
     }
+  };
+  if (elements < kParallelElements) {  // `omp parallel if` would cost 10 us in the runtime's code for one thread
+    for (int64_t group = 0; group < groups; ++group) write_group(group);
+  } else {
+#pragma omp parallel for schedule(static)
+    for (int64_t group = 0; group < groups; ++group) write_group(group);
   }
   return {};
 }
@@ -190,6 +195,7 @@ std::vector<AttendTask> list_tiles(const AttentionParams& p, int64_t tile_rows) 
   const BatchView& batch = p.batch;
   const int64_t group = p.q.heads / p.key.kv_heads;
   std::vector<AttendTask> tiles;
+  tiles.reserve(static_cast<size_t>(batch.batch * p.key.kv_heads));
   for (int64_t r = 0; r < batch.batch; ++r) {
     const int64_t rows = static_cast<int64_t>(batch.query_start[r + 1] - batch.query_start[r]) * group;
     const int64_t context = batch.context_lens[r];
@@ -216,6 +222,8 @@ WorkList list_work(const AttentionParams& p, int64_t tile_rows) {
   };
   for (const AttendTask& tile : tiles) total += size_of(tile);
   work.products = total;
+  work.pieces.reserve(tiles.size() + kWantedPieces);
+  work.merge_of.reserve(tiles.size() + kWantedPieces);
   for (const AttendTask& tile : tiles) {
     const int64_t rows = tile.row_end - tile.row_begin, positions = tile.pos_end - tile.pos_begin;
     work.longest = std::max(work.longest, rows);
@@ -330,9 +338,7 @@ Status append_attention(const AttentionParams& params) {
   std::atomic<int64_t> next{0};
   // Whoever finishes the last piece of a tile merges them: a barrier would be one more wait for a thread that the
   // system may not be running.
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    float* own = scratch + omp_get_thread_num() * scratch_floats;
+  const auto attend_pieces = [&](float* own) {
     for (int64_t i = next++; i < num_pieces; i = next++) {
       table.attend_piece(params, table, work.pieces[static_cast<size_t>(i)], own);
       const int64_t at = work.merge_of[static_cast<size_t>(i)];
@@ -341,6 +347,12 @@ Status append_attention(const AttentionParams& params) {
       if (work.finished[static_cast<size_t>(at)].fetch_add(1) + 1 < merge.pieces) continue;
       table.merge_pieces(params, table, merge.tile, merge.pieces, own);
     }
+  };
+  if (threads == 1) {
+    attend_pieces(scratch);
+  } else {
+#pragma omp parallel num_threads(threads)
+    attend_pieces(scratch + omp_get_thread_num() * scratch_floats);
   }
   const int64_t used = batch.query_start[batch.batch];
   const int64_t row_bytes = params.out.heads * params.out.dim * dtype_bytes(params.out.dtype);

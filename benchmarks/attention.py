@@ -161,15 +161,15 @@ def measure_moves(name: str, floor: AttentionFloor, budget_s: float) -> list[Row
     blocks = rng.permutation(num_blocks)[: 2 * MOVED_BLOCKS].reshape(2, -1)
     source, target = (paddle.to_tensor(ids.copy()) for ids in blocks)
     dtype = layers.dtype if name in MODEL_DTYPES else "bfloat16"
-    k = random_rows([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], dtype)
+    k, v = (random_rows([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], dtype) for _ in range(2))
     stored = layers.bytes_read // (4 * MOVED_TOKENS) * MOVED_TOKENS
     elements = 2 * MOVED_TOKENS * GQA.kv_heads * GQA.head_dim
     moved_bytes = 2 * MOVED_BLOCKS * layers.bytes_read // num_blocks
-    a, b = np.zeros((2, 16 << 20), np.uint8)
+    a, b = np.ones((2, 16 << 20), np.uint8)  # zeros that nobody wrote are one page of the system, read from a cache
 
     def write() -> list[float]:
         cache = layers.take()
-        return [timed(lambda: write_cache(k, k, cache, slots))]
+        return [timed(lambda: write_cache(k, v, cache, slots))]
 
     out = tuple(paddle.zeros([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim]) for _ in range(2))
 

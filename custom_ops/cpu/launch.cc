@@ -11,145 +11,21 @@
 #include <new>
 #include <vector>
 
+#include "cache_rows.h"
 #include "checks.h"
 #include "fastkv/kernel_table.h"
 #include "scratch.h"
-#include "stream_copy.h"
 
 namespace fastkv {
 
 namespace {
 
-// Below this many elements, waking threads costs more than it saves.
-constexpr int64_t kParallelElements = 1 << 14;
-// Likewise of multiply-adds of attention, some 30 to 60 us on one core. A sleeping thread is there in 10 us on an idle
-// machine, but a busy machine takes milliseconds, and a decode step has a call for every layer.
+// Below this many multiply-adds of attention, waking threads costs more than it saves: some 30 to 60 us on one core. A
+// sleeping thread is there in 10 us on an idle machine, but a busy machine takes milliseconds, and a decode step has a
+// call for every layer.
 constexpr double kParallelProducts = 1 << 19;
 
 thread_local ThreadScratch thread_scratch;
-
-/// Scales of all heads of one cache tensor, a value a channel, with reciprocals for encoding.
-class EncodeScales {
- public:
-  /// False if there is no memory.
-  bool expand(const CacheView& cache) {
-    dim_ = cache.dim;
-    const QuantView& quant = cache.quant;
-    if (quant.scale == nullptr) return true;
-    const int64_t count = cache.kv_heads * cache.dim;
-    values_.reset(new (std::nothrow) float[static_cast<size_t>(3 * count)]);
-    if (values_ == nullptr) return false;
-    scale_ = values_.get();
-    inverse_ = scale_ + count;
-    zero_point_ = quant.zero_point == nullptr ? nullptr : inverse_ + count;
-    for (int64_t head = 0; head < cache.kv_heads; ++head) {
-      for (int64_t i = 0; i < cache.dim; ++i) {
-        const int64_t from = head * quant.head_stride + i * quant.channel_stride;
-        const int64_t to = head * cache.dim + i;
-        scale_[to] = quant.scale[from];
-        inverse_[to] = 1.0f / quant.scale[from];
-        if (zero_point_ != nullptr) zero_point_[to] = quant.zero_point[from];
-      }
-    }
-    return true;
-  }
-
-  RowScales of_head(int64_t head) const {
-    RowScales row;
-    if (scale_ != nullptr) {
-      row.scale = scale_ + head * dim_;
-      row.inverse = inverse_ + head * dim_;
-    }
-    if (zero_point_ != nullptr) row.zero_point = zero_point_ + head * dim_;
-    return row;
-  }
-
- private:
-  std::unique_ptr<float[]> values_;
-  float* scale_ = nullptr;
-  float* inverse_ = nullptr;
-  float* zero_point_ = nullptr;
-  int64_t dim_ = 0;
-};
-
-constexpr int64_t kLine = 64;
-
-void prefetch_lines(const char* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(data + i);
-}
-void prefetch_lines_to_write(const char* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(data + i, 1);
-}
-
-/// How rows of one tensor get into its cache.
-struct RowWriter {
-  const KernelTable& table;
-  const RowsView& rows;
-  const CacheView& cache;
-  const EncodeScales& scales;
-  const RopeView* rope;  // null for values, and for keys that are rotated already
-
-  void write(int64_t token, int64_t head, int64_t slot, int64_t position) const {
-    const int64_t block = slot / cache.block_size;
-    const int64_t offset = slot % cache.block_size;
-    char* dst = cache.row(block, head, offset);
-    if (head + 1 < rows.heads) {  // the same token's next head: its turn comes kWriteTokens rows later
-      prefetch_lines(rows.row(token, head + 1), rows.dim * dtype_bytes(rows.dtype));
-      prefetch_lines_to_write(dst + cache.head_bytes(), cache.row_bytes);
-    }
-    const bool is_plain = cache.quant.storage == Storage::kNone;
-    if (is_plain && rope == nullptr && rows.dtype == cache.dtype) {
-      std::memcpy(dst, rows.row(token, head), static_cast<size_t>(cache.row_bytes));
-      return;
-    }
-    alignas(64) float x[kMaxRowDim];
-    table.load_row[static_cast<int>(rows.dtype)](rows.row(token, head), rows.dim, x);
-    if (rope != nullptr) {
-      const int64_t at = position * rope->half;
-      table.rotate_row(x, rope->cos + at, rope->sin + at, rope->half, rope->interleaved);
-    }
-    if (is_plain) {
-      table.store_row[static_cast<int>(cache.dtype)](x, cache.dim, dst);
-    } else {
-      table.encode_row[static_cast<int>(cache.quant.storage)](x, cache.dim, dst, scales.of_head(head),
-                                                              cache.token_scale(block, head, offset));
-    }
-  }
-};
-
-// Tokens whose rows of one head are written one after the other: in a block they are neighbours.
-constexpr int64_t kWriteTokens = 16;
-
-/// Writes rows k and v; positions (of each token, for rotary) may be null.
-Status write_rows(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
-                  const int64_t* slots, int64_t num_tokens, const RopeView& rope, const int64_t* positions) {
-  EncodeScales key_scales, value_scales;
-  const bool has_value = v.data != nullptr;
-  if (!key_scales.expand(key) || (has_value && !value_scales.expand(value))) return out_of_memory();
-  const KernelTable& table = kernels();
-  const RowWriter keys{table, k, key, key_scales, rope.cos == nullptr ? nullptr : &rope};
-  const RowWriter values{table, v, value, value_scales, nullptr};
-  const int64_t elements = num_tokens * k.heads * (key.dim + (has_value ? value.dim : 0));
-  const int64_t groups = (num_tokens + kWriteTokens - 1) / kWriteTokens;
-  const auto write_group = [&](int64_t group) {
-    const int64_t begin = group * kWriteTokens, end = std::min(begin + kWriteTokens, num_tokens);
-    for (int64_t head = 0; head < k.heads; ++head) {
-      for (int64_t token = begin; token < end; ++token) {
-        if (slots[token] >= 0) keys.write(token, head, slots[token], positions == nullptr ? 0 : positions[token]);
-      }
-      for (int64_t token = begin; has_value && token < end; ++token) {
-        if (slots[token] >= 0) values.write(token, head, slots[token], 0);
-      }
-    }
-  };
-  if (elements < kParallelElements) {  // `omp parallel if` would cost 10 us in the runtime's code for one thread
-    for (int64_t group = 0; group < groups; ++group) write_group(group);
-  } else {
-#pragma omp parallel for schedule(static)
-    for (int64_t group = 0; group < groups; ++group) write_group(group);
-  }
-  return {};
-}
 
 std::unique_ptr<int64_t[]> token_positions(const BatchView& batch) {
   std::unique_ptr<int64_t[]> positions(new (std::nothrow) int64_t[static_cast<size_t>(batch.num_tokens + 1)]);
@@ -261,52 +137,7 @@ void place_partials(const AttentionParams& p, WorkList* work, float* memory) {
   }
 }
 
-/// How rows of one tensor get out of its cache.
-struct Gatherer {
-  const CacheView& cache;
-  const EncodeScales& scales;
-  DecodeRows decode;
-  float* out;
-  CopyBytes stream;  // null: what is read soon, by few tokens' call, should stay in the CPU's caches
-
-  /// Reads slots[i] and those after it that lie beside it in its block, up to `end`; returns how many.
-  int64_t read_run(const int64_t* slots, int64_t i, int64_t end) const {
-    alignas(kLine) float staged[kMaxRowDim];
-    const int64_t block = slots[i] / cache.block_size, offset = slots[i] % cache.block_size;
-    const int64_t most = std::min({end - i, cache.block_size - offset, kMaxRowDim / cache.dim});
-    int64_t count = 1;
-    while (count < most && slots[i + count] == slots[i] + count) ++count;
-    const int64_t stride = cache.kv_heads * cache.dim;
-    for (int64_t head = 0; head < cache.kv_heads; ++head) {
-      float* to = out + i * stride + head * cache.dim;
-      const char* from = cache.row(block, head, offset);
-      if (head + 1 < cache.kv_heads) prefetch_lines(from + cache.head_bytes(), count * cache.row_bytes);
-      const float* token_scale = cache.token_scale(block, head, offset);
-      if (stream == nullptr) {
-        decode(from, cache.row_bytes, count, cache.dim, scales.of_head(head), token_scale, to, stride);
-        continue;
-      }
-      const bool is_float = cache.quant.storage == Storage::kNone && cache.dtype == ModelDtype::kFloat32;
-      if (!is_float)
-        decode(from, cache.row_bytes, count, cache.dim, scales.of_head(head), token_scale, staged, cache.dim);
-      const char* rows = is_float ? from : reinterpret_cast<const char*>(staged);
-      const int64_t bytes = cache.dim * static_cast<int64_t>(sizeof(float));
-      for (int64_t row = 0; row < count; ++row) {
-        stream(reinterpret_cast<char*>(to + row * stride), rows + row * bytes, bytes);
-      }
-    }
-    return count;
-  }
-};
-
 }  // namespace
-
-Status write_cache(const RowsView& k, const RowsView& v, const CacheView& key, const CacheView& value,
-                   const int64_t* slots, int64_t num_tokens) {
-  const Status status = check_slots(slots, num_tokens, key, -1);
-  if (!status.ok()) return status;
-  return write_rows(k, v, key, value, slots, num_tokens, RopeView{}, nullptr);
-}
 
 Status append_attention(const AttentionParams& params) {
   const BatchView& batch = params.batch;
@@ -358,26 +189,6 @@ Status append_attention(const AttentionParams& params) {
   const int64_t row_bytes = params.out.heads * params.out.dim * dtype_bytes(params.out.dtype);
   if (used < batch.num_tokens) {
     std::memset(params.out.data + used * row_bytes, 0, static_cast<size_t>((batch.num_tokens - used) * row_bytes));
-  }
-  return {};
-}
-
-Status gather_cache(const CacheView& cache, const int64_t* slots, int64_t num_slots, float* out) {
-  const Status status = check_slots(slots, num_slots, cache, 0);
-  if (!status.ok()) return status;
-  EncodeScales scales;
-  if (!scales.expand(cache)) return out_of_memory();
-  const bool parallel = num_slots * cache.kv_heads * cache.dim >= kParallelElements;
-  const Gatherer gatherer{cache, scales, kernels().decoder(cache), out, parallel ? stream_copy() : nullptr};
-  const int64_t groups = (num_slots + kWriteTokens - 1) / kWriteTokens;
-#pragma omp parallel if (parallel)
-  {
-#pragma omp for schedule(static) nowait
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t end = std::min((group + 1) * kWriteTokens, num_slots);
-      for (int64_t i = group * kWriteTokens; i < end;) i += gatherer.read_run(slots, i, end);
-    }
-    finish_stores();
   }
   return {};
 }

@@ -26,7 +26,7 @@ if [ "$(uname -m)" = x86_64 ]; then
   x86="attend_avx2 codec_avx2 attend_avx512 codec_avx512"
 fi
 objects=""
-for name in attend_portable codec_portable checks copy_blocks dispatch launch stream_copy $x86; do
+for name in attend_portable codec_portable cache_rows checks copy_blocks dispatch launch stream_copy $x86; do
   extra=""
   case $name in *_avx2 | *_avx512) extra="-mavx2 -mfma -mf16c" ;; esac
   case $name in *_avx512) extra="$extra $avx512" ;; esac

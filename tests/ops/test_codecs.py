@@ -223,9 +223,9 @@ def test_bfloat16_reference_rounds_half_to_even() -> None:
 
 
 def test_row_lengths_that_fill_no_vector_register(rng: np.random.Generator, isa: str) -> None:
-    """Remainders of vectorised loops, for every type."""
+    """Remainders of vectorised loops, for every type; long rows with a NaN, which loops leave to scalar code."""
     for quant_type in QUANT_TYPES:
-        for dim in (2, 6, 14, 18, 30):
+        for dim in (2, 6, 14, 18, 30, 34, 80):
             storage = STORAGE_DTYPES[parse_quant_type(quant_type)]
             is_dynamic = quant_type in DYNAMIC_TYPES
             scale = np.full((1, 1, 2) if is_dynamic else 1, 0.05, np.float32)
@@ -234,9 +234,54 @@ def test_row_lengths_that_fill_no_vector_register(rng: np.random.Generator, isa:
             cache = ref.CacheTensor(data, quant_type, "float32", scale, zero)
             layer = layer_of(cache, cache)
             rows = rng.standard_normal((2, 1, dim)).astype(np.float32)
+            if dim > 32:
+                rows[0, 0, 3] = rows[1, 0, -1] = np.nan
             write_cache(to_paddle(rows), to_paddle(rows), layer, to_paddle(np.arange(2)))
             ref.write_cache(rows, None, cache, None, np.arange(2))
             np.testing.assert_array_equal(to_array(layer.key), cache.data)
+            keys, _ = gather_cache(layer, to_paddle(np.arange(2)))
+            np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(cache, np.arange(2)))
+
+
+@pytest.mark.parametrize("model_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("quant_type", ["none", *QUANT_TYPES])
+def test_many_tokens_past_the_caches_equal_reference(
+    rng: np.random.Generator, isa: str, quant_type: str, model_dtype: str
+) -> None:
+    """So many elements that copies and decoded rows are streamed; runs of slots that blocks, gaps and -1 interrupt."""
+    tokens, heads, dim, block_size = 600, 8, 128, 64
+    storage = STORAGE_DTYPES[parse_quant_type(quant_type)]
+    blocks = tokens // block_size + 2
+    is_dynamic = quant_type in DYNAMIC_TYPES
+    scale = zero = None
+    if quant_type != "none":
+        scale = np.full((blocks, heads, block_size) if is_dynamic else heads * dim, 0.04, np.float32)
+    if storage.has_zero_point:
+        zero = rng.uniform(-2, 2, heads * dim).astype(np.float32)
+    shape = (blocks, heads, block_size, dim // storage.elements_per_byte)
+    cache = ref.CacheTensor(poisoned(shape, quant_type, model_dtype), quant_type, model_dtype, scale, zero)
+    layer = layer_of(cache, cache)
+    order = rng.permutation(blocks)[: tokens // block_size + 1]
+    slots = (order[:, None] * block_size + np.arange(block_size)).reshape(-1)[:tokens]
+    slots[100:103] = slots[100:103][::-1]
+    rows = random_model_rows(rng, (tokens, heads, dim), model_dtype)
+    written = slots.copy()
+    written[[0, 17, tokens - 1]] = -1
+    write_cache(to_paddle(rows), to_paddle(rows), layer, to_paddle(written))
+    ref.write_cache(rows, None, cache, None, written)
+    np.testing.assert_array_equal(to_array(layer.key), cache.data)
+    np.testing.assert_array_equal(to_array(layer.value), cache.data)
+    read = np.delete(slots, [0, 17, tokens - 1])
+    keys, _ = gather_cache(layer, to_paddle(read))
+    np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(cache, read))
+
+
+def random_model_rows(rng: np.random.Generator, shape: tuple[int, ...], model_dtype: str) -> np.ndarray:
+    """Normal numbers in a model dtype, as the reference holds them."""
+    rows = rng.standard_normal(shape).astype(np.float32)
+    if model_dtype == "bfloat16":
+        return float32_to_bfloat16(rows)
+    return rows.astype(model_dtype)
 
 
 @pytest.mark.parametrize("model_dtype", ["float16", "bfloat16"])

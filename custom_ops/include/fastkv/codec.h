@@ -1,5 +1,6 @@
-// Codecs: how one row of float32 values becomes stored codes and back. One struct a storage type, all with the same
-// two functions; kernels only see them through kernel_table.h.
+// Codecs: how rows of the model become stored codes, and codes float32 values. One pair of functions, which read in
+// storage.h what a type is; kernels only see them through kernel_table.h. With AVX2 they work in steps of
+// code_vectors.h, and element by element where a row is too short for one, or a step finds a NaN.
 //
 // Compiled once an instruction set with floating-point contraction off: x * inverse + zero_point must round twice, as
 // NumPy does, or codes would differ in the last bit between CPUs. fastkv/ops/reference.py holds the same arithmetic.
@@ -7,11 +8,29 @@
 // Integer types have no NaN: a NaN is encoded as 0.0 would be. float8 saturates at its bound and keeps NaN.
 #pragma once
 
-#include "fastkv/encode8.h"
+#include <algorithm>
+
+#include "fastkv/code_vectors.h"
 #include "fastkv/floats.h"
 #include "fastkv/kernel_table.h"
 
 namespace fastkv::FASTKV_ISA {
+
+// Elements of a step.
+#ifdef __AVX2__
+constexpr int64_t kEncodeStep = 32;
+constexpr int64_t kDecodeStep = 16;
+#else
+constexpr int64_t kEncodeStep = kMaxRowDim;
+constexpr int64_t kDecodeStep = kMaxRowDim;
+#endif
+
+template <Storage S>
+inline constexpr bool kIsFloat8 = storage_row(S).bound == 448.0f;
+template <Storage S>
+inline constexpr bool kIsDynamic = storage_row(S).scales == ScaleKind::kDynamic;
+template <Storage S>
+inline constexpr bool kDivides = S == Storage::kFloat8E4M3Zp;  // by the scale, unlike the others: so it is defined
 
 /// Rounds half to even for |x| < 2^22: the adder rounds to integers there. Vectorises without SSE4.1, unlike rintf.
 static inline int32_t round_small(float x) {
@@ -21,205 +40,266 @@ static inline int32_t round_small(float x) {
 
 /// Integer code of x: NaN counts as zero. The bounds are integers, so clipping first gives what clipping last would.
 template <Storage S>
-static inline int32_t integer_code(float scaled, float zero_point) {
+static inline int32_t integer_code(float x, float zero_point) {
   constexpr const StorageRow& row = storage_row(S);
-  float y = scaled + zero_point;
-  y = y != y ? zero_point : y;
+  float y = x != x ? zero_point : x;
   y = y < row.code_min ? row.code_min : y;
   y = y > row.bound ? row.bound : y;
   return round_small(y);
 }
 
-/// Scale of a row that has one of its own: max(min(absmax, FLT_MAX) / bound, FLT_MIN), NaN ignored.
+#ifdef __AVX2__
+#define FASTKV_APART __attribute__((noinline))  // from the loops over vectors, which want all registers
+#else
+#define FASTKV_APART
+#endif
+
+/// Elements [begin, end) of a row, one by one. Of 4 bits two to a byte, low nibble = even index; both ends are even.
+template <Storage S, ModelDtype D>
+FASTKV_APART static void encode_some(const char* src, int64_t begin, int64_t end, const RowScales& by, uint8_t* dst) {
+  constexpr const StorageRow& row = storage_row(S);
+  const float* __restrict factor = kDivides<S> ? by.scale : by.inverse;
+  const float* __restrict zero_point = by.zero_point;
+  uint8_t* __restrict bytes = dst;
+  const auto code = [&](int64_t i) -> uint32_t {
+    const float f = factor[kIsDynamic<S> ? 0 : i], zero = row.has_zero_point ? zero_point[i] : 0.0f;
+    float x = load_one<D>(src, i);
+    x = kDivides<S> ? x / f : x * f;
+    if constexpr (row.has_zero_point) x += zero;
+    if constexpr (kIsFloat8<S>) return float_to_e4m3(x);
+    return static_cast<uint32_t>(integer_code<S>(x, zero) + (1 << (row.bits - 1)));
+  };
+  if constexpr (row.bits == 8) {
+    for (int64_t i = begin; i < end; ++i) bytes[i] = static_cast<uint8_t>(code(i));
+  } else {
+    for (int64_t i = begin; i < end; i += 2) bytes[i / 2] = static_cast<uint8_t>(code(i) | (code(i + 1) << 4));
+  }
+}
+
+/// As encode_some() backwards.
 template <Storage S>
-static inline float dynamic_scale(const float* __restrict x, int64_t n) {
-  constexpr float kFloatMax = 0x1.fffffep127f;
-  int32_t largest = 0;  // magnitudes compare as integers, which vectorises without reassociating floats
+FASTKV_APART static void decode_some(const uint8_t* src, int64_t begin, int64_t end, const RowScales& by, float* to) {
+  constexpr const StorageRow& row = storage_row(S);
+  const uint8_t* __restrict bytes = src;
+  const float* __restrict scale = by.scale;
+  const float* __restrict zero_point = by.zero_point;
+  float* __restrict out = to;
+  for (int64_t i = begin; i < end; ++i) {
+    float code;
+    if constexpr (kIsFloat8<S>) {
+      code = e4m3_to_float(bytes[i]);
+    } else if constexpr (row.bits == 8) {
+      code = static_cast<float>(static_cast<int32_t>(bytes[i]) - 128);
+    } else {
+      code = static_cast<float>(((bytes[i / 2] >> (i % 2 * 4)) & 15) - 8);
+    }
+    if constexpr (row.has_zero_point) code -= zero_point[i];
+    out[i] = code * scale[kIsDynamic<S> ? 0 : i];
+  }
+}
+
+/// Largest magnitude of a row as the bits of a float, NaN ignored. Magnitudes compare as integers, which vectorises
+/// without reassociating floats.
+template <ModelDtype D>
+static inline int32_t largest_magnitude(const char* src, int64_t n) {
+  constexpr int32_t kInfinity = 0x7F800000;
+#ifdef __AVX2__
+  if (n >= 8) {
+    const int32_t largest = largest_of_vectors<D>(src, n);
+    if (largest <= kInfinity) return largest;
+  }
+#endif
+  int32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFFu);
-    const int32_t counted = x[i] != x[i] ? 0 : magnitude;
+    const int32_t magnitude = static_cast<int32_t>(bits_of(load_one<D>(src, i)) & 0x7FFFFFFFu);
+    const int32_t counted = magnitude > kInfinity ? 0 : magnitude;
     largest = counted > largest ? counted : largest;
   }
-  float absmax = float_of(static_cast<uint32_t>(largest));
-  absmax = absmax > kFloatMax ? kFloatMax : absmax;
-  const float step = absmax / storage_row(S).bound;
-  return step > kMinScale ? step : kMinScale;
+  return largest;
 }
 
-/// The factor that integers are encoded with: the head's, a value a channel, or the row's own, which is stored.
-template <Storage S>
-static inline const float* integer_factor(const float* x, int64_t n, const RowScales& scales, float* token_scale,
-                                          float* own) {
-  if (storage_row(S).scales != ScaleKind::kDynamic) return scales.inverse;
-  *token_scale = dynamic_scale<S>(x, n);
-  *own = 1.0f / *token_scale;
-  return own;
+/// Scale of a row that has one of its own: max(min(absmax, FLT_MAX) / bound, FLT_MIN).
+template <Storage S, ModelDtype D>
+static inline float dynamic_scale(const char* src, int64_t n) {
+  constexpr float kFloatMax = 0x1.fffffep127f;
+  const float absmax = std::min(float_of(static_cast<uint32_t>(largest_magnitude<D>(src, n))), kFloatMax);
+  return std::max(absmax / storage_row(S).bound, kMinScale);
 }
 
-/// code + 2^(bits - 1) of element i.
+#ifdef __AVX2__
+
+/// A value a channel, or one for all of the row where scales are dynamic.
 template <Storage S>
-static inline uint8_t integer_byte(const float* x, int64_t i, const float* factor, const float* zero_point) {
+static FASTKV_INLINE __m256 load_factor(const float* factor, int64_t i) {
+  return kIsDynamic<S> ? _mm256_set1_ps(*factor) : _mm256_loadu_ps(factor + i);
+}
+
+/// A row from `begin` on, in steps; the last one may do some elements again. Returns where it ended: at n, or where a
+/// step could not be done.
+template <Storage S, ModelDtype D>
+static FASTKV_INLINE int64_t encode_vectors(const char* src, int64_t begin, int64_t n, const RowScales& by,
+                                            uint8_t* bytes, int64_t fetch_src, int64_t fetch_dst) {
   constexpr const StorageRow& row = storage_row(S);
-  const float by = factor[row.scales == ScaleKind::kDynamic ? 0 : i];
-  return static_cast<uint8_t>(integer_code<S>(x[i] * by, row.has_zero_point ? zero_point[i] : 0.0f) +
-                              (1 << (row.bits - 1)));
+  const float* const factor = kDivides<S> ? by.scale : by.inverse;
+  const float* const zero_point = by.zero_point;
+  if (n < kEncodeStep) return begin;
+  for (; begin < n; begin += kEncodeStep) {
+    const int64_t at = std::min(begin, n - kEncodeStep);
+    const char* const from = src + at * dtype_bytes(D);
+    for (int64_t line = 0; line < kEncodeStep * dtype_bytes(D); line += 64) __builtin_prefetch(from + fetch_src + line);
+    __builtin_prefetch(bytes + at * row.bits / 8 + fetch_dst, 1);
+    __m256 x[4];
+    for (int j = 0; j < 4; ++j) {
+      const int64_t i = at + 8 * j;
+      const __m256 f = load_factor<S>(factor, i);
+      x[j] = kDivides<S> ? _mm256_div_ps(load_eight<D>(src, i), f) : _mm256_mul_ps(load_eight<D>(src, i), f);
+      if constexpr (row.has_zero_point) x[j] = _mm256_add_ps(x[j], _mm256_loadu_ps(zero_point + i));
+    }
+    __m256i codes;
+    if (!(kIsFloat8<S> ? e4m3_bytes(x, &codes) : integer_bytes<S>(x, &codes))) break;
+    store_codes<S>(codes, bytes + at * row.bits / 8);
+  }
+  return std::min(begin, n);
 }
 
-/// Codes in `out` to values, in place.
-template <Storage S>
-static inline void scale_integers(int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
-  constexpr const StorageRow& row = storage_row(S);
-  const float* __restrict scale = scales.scale;
-  const float* __restrict zero_point = scales.zero_point;
-  for (int64_t i = 0; i < n; ++i) {
-    const float code = row.has_zero_point ? out[i] - zero_point[i] : out[i];
-    out[i] = code * (row.scales == ScaleKind::kDynamic ? token_scale : scale[i]);
+/// Likewise.
+template <Storage S, bool kStream>
+static FASTKV_INLINE int64_t decode_vectors(const uint8_t* bytes, int64_t begin, int64_t n, const RowScales& by,
+                                            float* out) {
+  const float* const scale = by.scale;
+  const float* const zero_point = by.zero_point;
+  if (n < kDecodeStep) return begin;
+  for (; begin < n; begin += kDecodeStep) {
+    const int64_t at = std::min(begin, n - kDecodeStep);
+    __m256 x[2];
+    if (!load_codes<S>(bytes, at, x)) break;
+    for (int j = 0; j < 2; ++j) {
+      const int64_t i = at + 8 * j;
+      if constexpr (storage_row(S).has_zero_point) x[j] = _mm256_sub_ps(x[j], _mm256_loadu_ps(zero_point + i));
+      store_eight<kStream>(out + i, _mm256_mul_ps(x[j], load_factor<S>(scale, i)));
+    }
+  }
+  return std::min(begin, n);
+}
+
+#else
+
+template <Storage S, ModelDtype D>
+static int64_t encode_vectors(const char*, int64_t begin, int64_t, const RowScales&, uint8_t*, int64_t, int64_t) {
+  return begin;
+}
+template <Storage S, bool kStream>
+static int64_t decode_vectors(const uint8_t*, int64_t begin, int64_t, const RowScales&, float*) {
+  return begin;
+}
+
+#endif
+
+/// See EncodeRows. Dynamic scales come first: finding one waits for results, which the next row's need not.
+template <Storage S, ModelDtype D>
+static void encode_rows(const char* src, int64_t src_stride, int64_t count, int64_t n, char* dst,
+                        const RowScales& scales, float* token_scale, int64_t fetch_src, int64_t fetch_dst) {
+  const int64_t row_bytes = stored_row_bytes(S, D, n);
+  if constexpr (kIsDynamic<S>) {
+    for (int64_t row = 0; row < count; ++row) token_scale[row] = dynamic_scale<S, D>(src + row * src_stride, n);
+  }
+  RowScales by = scales;
+  float inverse;
+  for (int64_t row = 0; row < count; ++row, src += src_stride, dst += row_bytes) {
+    uint8_t* to = reinterpret_cast<uint8_t*>(dst);
+    if constexpr (kIsDynamic<S>) {
+      inverse = 1.0f / token_scale[row];
+      by.inverse = &inverse;
+    }
+    int64_t done = 0;
+    while ((done = encode_vectors<S, D>(src, done, n, by, to, fetch_src, fetch_dst)) < n) {
+      const int64_t end = std::min(done + kEncodeStep, n);
+      encode_some<S, D>(src, done, end, by, to);
+      done = end;
+    }
   }
 }
 
-/// Integers of 8 bits: byte = code + 128.
-template <Storage S>
-struct Int8Codec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float* token_scale) {
-    uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    float own;
-    const float* __restrict factor = integer_factor<S>(x, n, scales, token_scale, &own);
-    const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = encode_int8_vectors<S>(x, n, bytes, factor, zero_point); i < n; ++i) {
-      bytes[i] = integer_byte<S>(x, i, factor, zero_point);
-    }
-  }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
-    const uint8_t* __restrict bytes = reinterpret_cast<const uint8_t*>(src);
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(bytes[i]) - 128);
-    scale_integers<S>(n, scales, token_scale, out);
-  }
-};
-
-/// Integers of 4 bits: nibble = code + 8, two to a byte, low nibble = even index. n is even.
-template <Storage S>
-struct Int4Codec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float* token_scale) {
-    uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    float own;
-    const float* __restrict factor = integer_factor<S>(x, n, scales, token_scale, &own);
-    const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = encode_int4_vectors<S>(x, n, bytes, factor, zero_point) / 2; i < n / 2; ++i) {
-      const int low = integer_byte<S>(x, 2 * i, factor, zero_point);
-      const int high = integer_byte<S>(x, 2 * i + 1, factor, zero_point);
-      bytes[i] = static_cast<uint8_t>(low | (high << 4));
-    }
-  }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float token_scale, float* __restrict out) {
-    const uint8_t* __restrict bytes = reinterpret_cast<const uint8_t*>(src);
-    for (int64_t i = 0; i < n / 2; ++i) {
-      out[2 * i] = static_cast<float>((bytes[i] & 15) - 8);
-      out[2 * i + 1] = static_cast<float>((bytes[i] >> 4) - 8);
-    }
-    // a loop of its own: together, GCC gives up on the interleaved channels
-    scale_integers<S>(n, scales, token_scale, out);
-  }
-};
-
-/// float8_e4m3fn with a static scale.
-struct Fp8Codec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float*) {
-    uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    const float* __restrict inverse = scales.inverse;
-    const int64_t done = encode_e4m3_vectors(x, n, bytes, inverse, 1);
-    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse[i]);
-  }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
-    e4m3_row_to_float(reinterpret_cast<const uint8_t*>(src), n, out);
-    const float* __restrict scale = scales.scale;
-    for (int64_t i = 0; i < n; ++i) out[i] *= scale[i];
-  }
-};
-
-/// float8_e4m3fn_zp: divides, unlike the others, by definition.
-struct Fp8ZpCodec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales& scales, float*) {
-    uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    const float* __restrict scale = scales.scale;
-    const float* __restrict zero_point = scales.zero_point;
-    const int64_t done = encode_e4m3_zp_vectors(x, n, bytes, scale, zero_point);
-    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] / scale[i] + zero_point[i]);
-  }
-  static void decode(const char* src, int64_t n, const RowScales& scales, float, float* __restrict out) {
-    e4m3_row_to_float(reinterpret_cast<const uint8_t*>(src), n, out);
-    const float* __restrict scale = scales.scale;
-    const float* __restrict zero_point = scales.zero_point;
-    for (int64_t i = 0; i < n; ++i) out[i] = (out[i] - zero_point[i]) * scale[i];
-  }
-};
-
-/// block_wise_fp8: the row's own scale.
-struct BlockWiseFp8Codec {
-  static void encode(const float* __restrict x, int64_t n, char* dst, const RowScales&, float* token_scale) {
-    const float scale = dynamic_scale<Storage::kBlockWiseFp8>(x, n);
-    const float inverse = 1.0f / scale;
-    uint8_t* __restrict bytes = reinterpret_cast<uint8_t*>(dst);
-    const int64_t done = encode_e4m3_vectors(x, n, bytes, &inverse, 0);
-    for (int64_t i = done; i < n; ++i) bytes[i] = float_to_e4m3(x[i] * inverse);
-    *token_scale = scale;
-  }
-  static void decode(const char* src, int64_t n, const RowScales&, float token_scale, float* __restrict out) {
-    e4m3_row_to_float(reinterpret_cast<const uint8_t*>(src), n, out);
-    for (int64_t i = 0; i < n; ++i) out[i] *= token_scale;
-  }
-};
-
-template <typename Codec>
+/// See DecodeRows.
+template <Storage S, bool kStream>
 static void decode_rows(const char* src, int64_t row_bytes, int64_t count, int64_t n, const RowScales& scales,
                         const float* token_scale, float* out, int64_t out_stride) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float dynamic = token_scale == nullptr ? 0.0f : token_scale[i];
-    Codec::decode(src + i * row_bytes, n, scales, dynamic, out + i * out_stride);
+  RowScales by = scales;
+  for (int64_t row = 0; row < count; ++row, src += row_bytes, out += out_stride) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(src);
+    if constexpr (kIsDynamic<S>) by.scale = token_scale + row;
+    int64_t done = 0;
+    while ((done = decode_vectors<S, kStream>(bytes, done, n, by, out)) < n) {
+      const int64_t end = std::min(done + kDecodeStep, n);
+      decode_some<S>(bytes, done, end, by, out);
+      done = end;
+    }
   }
 }
 
-template <LoadRow load>
+template <ModelDtype D, bool kStream>
 static void decode_model_rows(const char* src, int64_t row_bytes, int64_t count, int64_t n, const RowScales&,
                               const float*, float* out, int64_t out_stride) {
-  for (int64_t i = 0; i < count; ++i) load(src + i * row_bytes, n, out + i * out_stride);
-}
-
-/// Rotary embedding of the first 2 * half elements.
-static void rotate_row(float* x, const float* cos, const float* sin, int64_t half, bool interleaved) {
-  const int64_t step = interleaved ? 2 : 1;
-  const int64_t partner = interleaved ? 1 : half;
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = x[i * step];
-    const float b = x[i * step + partner];
-    x[i * step] = a * cos[i] - b * sin[i];
-    x[i * step + partner] = b * cos[i] + a * sin[i];
+  for (int64_t row = 0; row < count; ++row, src += row_bytes, out += out_stride) {
+    int64_t i = 0;
+#ifdef __AVX2__
+    for (; i + 8 <= n; i += 8) store_eight<kStream>(out + i, load_eight<D>(src, i));
+#endif
+    for (; i < n; ++i) out[i] = load_one<D>(src, i);
   }
 }
 
-template <typename Codec>
-static void add_codec(KernelTable* table, Storage storage) {
-  table->encode_row[static_cast<int>(storage)] = &Codec::encode;
-  table->decode_rows[static_cast<int>(storage)] = &decode_rows<Codec>;
+/// Rotary embedding of the first 2 * half elements. Two loops: with a distance known only at run time, nothing
+/// vectorises.
+static void rotate_row(float* x, const float* cos, const float* sin, int64_t half, bool interleaved) {
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
+  float* __restrict first = x;
+  float* __restrict second = x + half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = first[i], b = second[i];
+    first[i] = a * cos[i] - b * sin[i];
+    second[i] = b * cos[i] + a * sin[i];
+  }
+}
+
+template <Storage S>
+static void add_codec(KernelTable* table) {
+  constexpr int at = static_cast<int>(S);
+  table->encode_rows[at][0] = &encode_rows<S, ModelDtype::kFloat32>;
+  table->encode_rows[at][1] = &encode_rows<S, ModelDtype::kFloat16>;
+  table->encode_rows[at][2] = &encode_rows<S, ModelDtype::kBFloat16>;
+  table->decode_rows[0][at] = &decode_rows<S, false>;
+  table->decode_rows[1][at] = &decode_rows<S, true>;
+}
+
+template <ModelDtype D>
+static void add_model_dtype(KernelTable* table, LoadRow load, StoreRow store) {
+  constexpr int at = static_cast<int>(D);
+  table->load_row[at] = load;
+  table->store_row[at] = store;
+  table->decode_model_rows[0][at] = &decode_model_rows<D, false>;
+  table->decode_model_rows[1][at] = &decode_model_rows<D, true>;
 }
 
 /// Fills everything of the table but the attention kernel.
 static inline void add_codecs(KernelTable* table) {
-  add_codec<Int8Codec<Storage::kInt8>>(table, Storage::kInt8);
-  add_codec<Int8Codec<Storage::kInt8Zp>>(table, Storage::kInt8Zp);
-  add_codec<Fp8Codec>(table, Storage::kFloat8E4M3);
-  add_codec<Fp8ZpCodec>(table, Storage::kFloat8E4M3Zp);
-  add_codec<BlockWiseFp8Codec>(table, Storage::kBlockWiseFp8);
-  add_codec<Int4Codec<Storage::kInt4Zp>>(table, Storage::kInt4Zp);
-  add_codec<Int8Codec<Storage::kInt8Token>>(table, Storage::kInt8Token);
-  table->load_row[0] = &load_float32;
-  table->load_row[1] = &load_float16;
-  table->load_row[2] = &load_bfloat16;
-  table->store_row[0] = &store_float32;
-  table->store_row[1] = &store_float16;
-  table->store_row[2] = &store_bfloat16;
-  table->decode_model_rows[0] = &decode_model_rows<&load_float32>;
-  table->decode_model_rows[1] = &decode_model_rows<&load_float16>;
-  table->decode_model_rows[2] = &decode_model_rows<&load_bfloat16>;
+  add_codec<Storage::kInt8>(table);
+  add_codec<Storage::kInt8Zp>(table);
+  add_codec<Storage::kFloat8E4M3>(table);
+  add_codec<Storage::kFloat8E4M3Zp>(table);
+  add_codec<Storage::kBlockWiseFp8>(table);
+  add_codec<Storage::kInt4Zp>(table);
+  add_codec<Storage::kInt8Token>(table);
+  add_model_dtype<ModelDtype::kFloat32>(table, &load_float32, &store_float32);
+  add_model_dtype<ModelDtype::kFloat16>(table, &load_float16, &store_float16);
+  add_model_dtype<ModelDtype::kBFloat16>(table, &load_bfloat16, &store_bfloat16);
   table->rotate_row = &rotate_row;
 }
 

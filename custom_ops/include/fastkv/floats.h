@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "fastkv/encode8.h"
+#include "fastkv/code_vectors.h"
 #include "fastkv/storage.h"
 
 #ifdef __F16C__
@@ -80,22 +80,12 @@ static inline float e4m3_to_float(uint8_t code) {
   return float_of(u | (static_cast<uint32_t>(code & 0x80u) << 24));
 }
 
-/// Codes to floats. The halves of F16C have e4m3's layout with a wider exponent: moved there, a code is its value /
-/// 256.
-static inline void e4m3_row_to_float(const uint8_t* codes, int64_t n, float* out) {
-  int64_t i = 0;
-#ifdef __F16C__
-  const __m128i nan_code = _mm_set1_epi16(0x7F);
-  for (; i + 8 <= n; i += 8) {
-    const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-    const __m128i magnitude = _mm_and_si128(code, nan_code);
-    const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(nan_code, code), 8);
-    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, nan_code), _mm_set1_epi16(0x7E00));
-    const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign), nan);
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f)));
-  }
-#endif
-  for (; i < n; ++i) out[i] = e4m3_to_float(codes[i]);
+/// Element i of a row of the model.
+template <ModelDtype D>
+static inline float load_one(const char* row, int64_t i) {
+  if constexpr (D == ModelDtype::kFloat32) return reinterpret_cast<const float*>(row)[i];
+  const uint16_t half = reinterpret_cast<const uint16_t*>(row)[i];
+  return D == ModelDtype::kFloat16 ? f16_to_float(half) : bf16_to_float(half);
 }
 
 static void load_float32(const char* src, int64_t n, float* out) { std::memcpy(out, src, static_cast<size_t>(n) * 4); }
@@ -107,7 +97,11 @@ static void load_bfloat16(const char* src, int64_t n, float* out) {
 }
 static void store_bfloat16(const float* x, int64_t n, char* dst) {
   uint16_t* h = reinterpret_cast<uint16_t*>(dst);
-  for (int64_t i = store_bf16_vectors(x, n, h); i < n; ++i) h[i] = float_to_bf16(x[i]);
+  int64_t i = 0;
+#ifdef __AVX2__
+  while (i + 16 <= n && store_bf16_sixteen(x + i, h + i)) i += 16;
+#endif
+  for (; i < n; ++i) h[i] = float_to_bf16(x[i]);
 }
 
 static void load_float16(const char* src, int64_t n, float* out) {

@@ -15,8 +15,11 @@ struct RowScales {
   const float* zero_point = nullptr;
 };
 
-/// Encodes x[0..n) into dst; a dynamic storage writes the row's scale to *token_scale.
-using EncodeRow = void (*)(const float* x, int64_t n, char* dst, const RowScales& scales, float* token_scale);
+/// Encodes `count` rows of n elements of the model, src_stride bytes apart, into neighbouring rows of a cache; a
+/// dynamic storage writes their scales to token_scale. Meanwhile it fetches what comes next, for block tables jump
+/// where no hardware prefetcher follows: what lies fetch_src and fetch_dst bytes behind src and dst (0: nothing).
+using EncodeRows = void (*)(const char* src, int64_t src_stride, int64_t count, int64_t n, char* dst,
+                            const RowScales& scales, float* token_scale, int64_t fetch_src, int64_t fetch_dst);
 
 /// Decodes `count` rows that lie row_bytes apart into out, out_stride floats apart. token_scale: count values, or null.
 using DecodeRows = void (*)(const char* src, int64_t row_bytes, int64_t count, int64_t n, const RowScales& scales,
@@ -50,9 +53,9 @@ struct KernelTable {
   bool fast_subnormals = false;
   /// Whether scores of integer codes are sums of integers, by VNNI (dot_codes.h).
   bool dot_products = false;
-  EncodeRow encode_row[kStorageCount];  // [kNone] is unused: see store_row
-  DecodeRows decode_rows[kStorageCount];
-  DecodeRows decode_model_rows[3];  // by ModelDtype, for Storage::kNone
+  EncodeRows encode_rows[kStorageCount][3];  // by ModelDtype of the rows; kNone has none: see store_row
+  DecodeRows decode_rows[2][kStorageCount];  // 1: stores past the caches, if `out` and its rows are 32-byte aligned
+  DecodeRows decode_model_rows[2][3];        // by ModelDtype, for Storage::kNone; likewise
   LoadRow load_row[3];
   StoreRow store_row[3];
   RotateRow rotate_row;
@@ -65,9 +68,9 @@ struct KernelTable {
   void (*merge_pieces)(const AttentionParams& params, const KernelTable& table, const AttendTask& task, int64_t pieces,
                        float* scratch);
 
-  FASTKV_INLINE DecodeRows decoder(const CacheView& cache) const {
-    return cache.quant.storage == Storage::kNone ? decode_model_rows[static_cast<int>(cache.dtype)]
-                                                 : decode_rows[static_cast<int>(cache.quant.storage)];
+  FASTKV_INLINE DecodeRows decoder(const CacheView& cache, bool streams = false) const {
+    return cache.quant.storage == Storage::kNone ? decode_model_rows[streams][static_cast<int>(cache.dtype)]
+                                                 : decode_rows[streams][static_cast<int>(cache.quant.storage)];
   }
 };
 

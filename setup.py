@@ -14,6 +14,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,11 +65,15 @@ def paddle_build(paddle: Path) -> str:
     return f"{version} cuda {cuda}"
 
 
-def find_compiler() -> str:
-    """The C++ compiler: $CXX, else g++, else c++."""
-    for candidate in (os.environ.get("CXX"), "g++", "c++"):
-        if candidate and shutil.which(candidate):
-            return candidate
+def find_compiler() -> list[str]:
+    """The C++ compiler's command: $CXX, which may have several words ("ccache g++"), else g++, else c++."""
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(chosen[0]):
+            return chosen
+        raise BuildError(f"error: CXX is {chosen[0]!r}, which is not installed: install it, or unset CXX for g++")
+    for candidate in ("g++", "c++"):
+        if shutil.which(candidate):
+            return [candidate]
     raise BuildError("error: fastkv needs a C++17 compiler and found none: install g++ (or set CXX), then try again")
 
 
@@ -184,7 +189,7 @@ class BuildNative(build_ext):
             headers = hashlib.sha256(b"".join(path.read_bytes() for path in ext.dependencies)).hexdigest()
             with ThreadPoolExecutor(BUILD_JOBS) as pool:
                 objects = list(pool.map(lambda s: compile_one(compiler, ext, Path(s), folder, headers), ext.sources))
-            link([compiler, "-shared", *map(str, objects), *ext.link_flags(self.in_source_tree)], objects, target)
+            link([*compiler, "-shared", *map(str, objects), *ext.link_flags(self.in_source_tree)], objects, target)
 
 
 def run(command: list[str], what: str) -> None:
@@ -199,12 +204,17 @@ def is_fresh(stamp: Path, product: Path, signature: str) -> bool:
     return product.is_file() and stamp.is_file() and stamp.read_text() == signature
 
 
-def compile_one(compiler: str, ext: PaddleOps | SchedulerCore, source: Path, folder: Path, headers: str) -> Path:
+def without_launcher(command: list[str]) -> list[str]:
+    """The command as it is without a compiler cache in front: that changes nothing in what comes out."""
+    return command[1:] if Path(command[0]).name in ("ccache", "sccache") else command
+
+
+def compile_one(compiler: list[str], ext: PaddleOps | SchedulerCore, source: Path, folder: Path, headers: str) -> Path:
     """Compile one source unless its object is up to date."""
     product = folder / f"{source.parent.name}_{source.stem}.o"
     stamp = product.with_suffix(".stamp")
-    command = [compiler, *ext.compile_flags(source), "-c", str(source), "-o", str(product)]
-    inputs = f"{command} {headers} ".encode() + (ROOT / source).read_bytes()
+    command = [*compiler, *ext.compile_flags(source), "-c", str(source), "-o", str(product)]
+    inputs = f"{without_launcher(command)} {headers} ".encode() + (ROOT / source).read_bytes()
     signature = hashlib.sha256(inputs).hexdigest()
     if not is_fresh(stamp, product, signature):
         stamp.unlink(missing_ok=True)
@@ -219,7 +229,7 @@ def link(command: list[str], objects: list[Path], target: Path) -> None:
     fresh = target.with_name(target.name + ".new")
     stamp = objects[0].with_name("link.stamp")
     contents = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()
-    signature = hashlib.sha256(f"{command} {contents}".encode()).hexdigest()
+    signature = hashlib.sha256(f"{without_launcher(command)} {contents}".encode()).hexdigest()
     if not is_fresh(stamp, target, signature):
         run([*command, "-o", str(fresh)], f"linking {target.name}")
         fresh.replace(target)

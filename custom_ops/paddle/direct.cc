@@ -10,8 +10,11 @@
 
 #include <memory>
 #include <new>
+#include <string>
+#include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "paddle/utils/pybind.h"
 
 namespace {
@@ -195,6 +198,23 @@ PyObject* py_mla_append_attention(PyObject*, PyObject* const* args, Py_ssize_t c
   });
 }
 
+/// list of tensors, src_ids, dst_ids -> None
+PyObject* py_copy_blocks(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return python_call(count, 3, [&] {
+    std::vector<const Tensor*> tensors;
+    for (Py_ssize_t i = 0; i < PyList_Size(args[0]); ++i) {
+      tensors.push_back(&tensor_of(PyList_GetItem(args[0], i), ("tensors[" + std::to_string(i) + "]").c_str()));
+    }
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+    const Tensor &src_ids = tensor_of(args[1], "src_ids"), &dst_ids = tensor_of(args[2], "dst_ids");
+    {
+      const Unlocked unlocked;
+      copy_tensors(tensors, src_ids, dst_ids);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
 PyCFunction erased(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -206,6 +226,7 @@ PyMethodDef methods[] = {
     {"append_attention", erased(py_append_attention), METH_FASTCALL, nullptr},
     {"append_attention_qkv", erased(py_append_attention_qkv), METH_FASTCALL, nullptr},
     {"mla_append_attention", erased(py_mla_append_attention), METH_FASTCALL, nullptr},
+    {"copy_blocks", erased(py_copy_blocks), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -8,9 +8,10 @@ import paddle
 from paddle import Tensor
 
 from fastkv.errors import ConfigError
+from fastkv.ops import _load
 from fastkv.ops._load import run_op
 from fastkv.ops.cache import LayerCache
-from fastkv.ops.checks import check_memory, check_out, check_tensor
+from fastkv.ops.checks import check_out, check_tensor, is_static_graph
 
 
 def write_cache(k: Tensor, v: Tensor | None, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -99,11 +100,12 @@ def copy_blocks(tensors: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> 
         ConfigError: dtype, shape, contiguity, or overlapping ids.
         IndexError: a block id out of range. Nothing has been written then.
     """
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"tensors[{i}] must be a Paddle tensor [blocks, ...], but is a {type(tensor).__name__}")
-        check_memory(tensor, f"tensors[{i}]")
-    check_tensor(src_ids, "src_ids", paddle.int64, 1, "int64 [n]")
-    check_tensor(dst_ids, "dst_ids", paddle.int64, 1, "int64 [n]")
-    if tensors:
-        run_op("fastkv_copy_blocks", list(tensors), src_ids, dst_ids)
+    if is_static_graph():
+        if tensors:
+            run_op("fastkv_copy_blocks", list(tensors), src_ids, dst_ids)
+        return
+    _load.load_ops()
+    try:
+        _load.native.copy_blocks(list(tensors), src_ids, dst_ids)
+    except (ValueError, IndexError) as error:
+        raise _load.own_error(error) from None

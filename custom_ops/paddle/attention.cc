@@ -4,11 +4,6 @@ namespace fastkv::binding {
 
 namespace {
 
-char* address(const Tensor& rows) {
-  static char empty;  // an empty tensor has no address, but its view must still say "present"
-  return rows.numel() == 0 ? &empty : static_cast<char*>(const_cast<void*>(rows.data()));
-}
-
 /// Latents [num_tokens, dim] as rows of one head.
 RowsView view_latents(const Tensor& latent) {
   check_tensor(latent, "latent", 2, "[num_tokens, kv_lora_rank + qk_rope_head_dim]");

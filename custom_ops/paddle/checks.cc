@@ -63,9 +63,7 @@ RowsView view_rows(const Tensor& rows, const char* name) {
     invalid(std::string(name) + " must have at least one head and a last dimension of 1 to " +
             std::to_string(kMaxRowDim) + ", but is " + describe(rows));
   }
-  // an empty tensor has no address, but the view must still say "present"
-  static char empty;
-  view.data = rows.numel() == 0 ? &empty : static_cast<char*>(const_cast<void*>(rows.data()));
+  view.data = address(rows);
   return view;
 }
 

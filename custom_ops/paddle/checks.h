@@ -90,6 +90,12 @@ inline void check_shape(const Tensor& tensor, const char* name, const std::vecto
 
 inline const void* data_of(const Tensor& tensor) { return tensor.numel() == 0 ? nullptr : tensor.data(); }
 
+/// Of rows: an empty tensor has no address, but its view must still say "present".
+inline char* address(const Tensor& rows) {
+  static char empty;
+  return rows.numel() == 0 ? &empty : static_cast<char*>(const_cast<void*>(rows.data()));
+}
+
 template <typename T>
 const T* data_as(const Tensor& tensor) {
   return static_cast<const T*>(data_of(tensor));

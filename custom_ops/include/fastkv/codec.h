@@ -8,13 +8,21 @@
 // Integer types have no NaN: a NaN is encoded as 0.0 would be. float8 saturates at its bound and keeps NaN.
 #pragma once
 
-#include <algorithm>
-
 #include "fastkv/code_vectors.h"
 #include "fastkv/floats.h"
 #include "fastkv/kernel_table.h"
 
 namespace fastkv::FASTKV_ISA {
+
+// Not std::min and std::max, of which the linker might keep the copy compiled for the newest CPU.
+template <typename T>
+static FASTKV_INLINE T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+template <typename T>
+static FASTKV_INLINE T larger(T a, T b) {
+  return a < b ? b : a;
+}
 
 // Elements of a step.
 #ifdef __AVX2__
@@ -122,8 +130,8 @@ static inline int32_t largest_magnitude(const char* src, int64_t n) {
 template <Storage S, ModelDtype D>
 static inline float dynamic_scale(const char* src, int64_t n) {
   constexpr float kFloatMax = 0x1.fffffep127f;
-  const float absmax = std::min(float_of(static_cast<uint32_t>(largest_magnitude<D>(src, n))), kFloatMax);
-  return std::max(absmax / storage_row(S).bound, kMinScale);
+  const float absmax = smaller(float_of(static_cast<uint32_t>(largest_magnitude<D>(src, n))), kFloatMax);
+  return larger(absmax / storage_row(S).bound, kMinScale);
 }
 
 #ifdef __AVX2__
@@ -144,7 +152,7 @@ static FASTKV_INLINE int64_t encode_vectors(const char* src, int64_t begin, int6
   const float* const zero_point = by.zero_point;
   if (n < kEncodeStep) return begin;
   for (; begin < n; begin += kEncodeStep) {
-    const int64_t at = std::min(begin, n - kEncodeStep);
+    const int64_t at = smaller(begin, n - kEncodeStep);
     const char* const from = src + at * dtype_bytes(D);
     for (int64_t line = 0; line < kEncodeStep * dtype_bytes(D); line += 64) __builtin_prefetch(from + fetch_src + line);
     __builtin_prefetch(bytes + at * row.bits / 8 + fetch_dst, 1);
@@ -159,7 +167,7 @@ static FASTKV_INLINE int64_t encode_vectors(const char* src, int64_t begin, int6
     if (!(kIsFloat8<S> ? e4m3_bytes(x, &codes) : integer_bytes<S>(x, &codes))) break;
     store_codes<S>(codes, bytes + at * row.bits / 8);
   }
-  return std::min(begin, n);
+  return smaller(begin, n);
 }
 
 /// Likewise.
@@ -170,7 +178,7 @@ static FASTKV_INLINE int64_t decode_vectors(const uint8_t* bytes, int64_t begin,
   const float* const zero_point = by.zero_point;
   if (n < kDecodeStep) return begin;
   for (; begin < n; begin += kDecodeStep) {
-    const int64_t at = std::min(begin, n - kDecodeStep);
+    const int64_t at = smaller(begin, n - kDecodeStep);
     __m256 x[2];
     if (!load_codes<S>(bytes, at, x)) break;
     for (int j = 0; j < 2; ++j) {
@@ -179,7 +187,7 @@ static FASTKV_INLINE int64_t decode_vectors(const uint8_t* bytes, int64_t begin,
       store_eight<kStream>(out + i, _mm256_mul_ps(x[j], load_factor<S>(scale, i)));
     }
   }
-  return std::min(begin, n);
+  return smaller(begin, n);
 }
 
 #else
@@ -213,7 +221,7 @@ static void encode_rows(const char* src, int64_t src_stride, int64_t count, int6
     }
     int64_t done = 0;
     while ((done = encode_vectors<S, D>(src, done, n, by, to, fetch_src, fetch_dst)) < n) {
-      const int64_t end = std::min(done + kEncodeStep, n);
+      const int64_t end = smaller(done + kEncodeStep, n);
       encode_some<S, D>(src, done, end, by, to);
       done = end;
     }
@@ -230,7 +238,7 @@ static void decode_rows(const char* src, int64_t row_bytes, int64_t count, int64
     if constexpr (kIsDynamic<S>) by.scale = token_scale + row;
     int64_t done = 0;
     while ((done = decode_vectors<S, kStream>(bytes, done, n, by, out)) < n) {
-      const int64_t end = std::min(done + kDecodeStep, n);
+      const int64_t end = smaller(done + kDecodeStep, n);
       decode_some<S>(bytes, done, end, by, out);
       done = end;
     }

@@ -8,13 +8,12 @@
 
 namespace fastkv::FASTKV_ISA {
 
-/// Rows up to which reading stored bytes into registers again for every four rows beats packing panels, and row length
-/// up to which that many queries stay in the first-level cache.
+/// Rows up to which reading stored bytes into registers again for every four rows beats packing panels. (Up to
+/// kMaxKeyDim, that many queries stay in the first-level cache.)
 inline constexpr int64_t kRowTileRows = 16;
-inline constexpr int64_t kRowTileDim = 256;
 
 static inline bool suits_row_tile(const AttentionParams& p, int64_t rows) {
-  return rows <= kRowTileRows && p.key.dim <= kRowTileDim;
+  return rows <= kRowTileRows && p.key.dim <= kMaxKeyDim;
 }
 
 static int64_t tile_rows(const AttentionParams& p) {
@@ -27,7 +26,7 @@ static int64_t tile_rows(const AttentionParams& p) {
 static int64_t attend_scratch(const AttentionParams& p, int64_t rows) {
   static float origin[1];  // nothing is written here: the carvers only count
   Carver few{origin}, many{origin};
-  if (p.key.dim <= kRowTileDim) RowScratch(p, smaller(rows, kRowTileRows), &few);
+  if (p.key.dim <= kMaxKeyDim) RowScratch(p, smaller(rows, kRowTileRows), &few);
   PanelScratch(p, rows, &many);
   return larger(few.used, many.used);
 }

@@ -29,8 +29,8 @@ static bool dot_rows(const RowsJob& job) {
       const char* ahead[P];
       for (int t = 0; t < P; ++t) {
         const int64_t at = c + pass * P + t;
-        keys[t] = job.keys[at < job.count ? at : job.count - 1];
-        ahead[t] = at < job.ahead.count ? job.ahead.rows[at] : keys[t];
+        keys[t] = job.keys[at];
+        ahead[t] = job.ahead[at];
       }
       __m512i high[R][P], low[R][P];
       for (int r = 0; r < R; ++r) {
@@ -52,7 +52,7 @@ static bool dot_rows(const RowsJob& job) {
             if (kBits < 8) key[t] = _mm512_and_si512(key[t], _mm512_set1_epi8((1 << kBits) - 1));
           }
           for (int r = 0; r < R; ++r) {
-            const char* query = q + r * job.q_stride * static_cast<int64_t>(sizeof(float));
+            const char* query = q + r * kQueryStride * static_cast<int64_t>(sizeof(float));
             const __m512i query_high = _mm512_loadu_si512(query), query_low = _mm512_loadu_si512(query + kDotBytes);
             for (int t = 0; t < P; ++t) {
               add_products(high[r][t], key[t], query_high);
@@ -79,7 +79,8 @@ static void set_dots(float offset, RowKernels* kernels) {
                            offset,
                            0,
                            true,
-                           0};
+                           0,
+                           {}};
   *kernels = dots;
 }
 

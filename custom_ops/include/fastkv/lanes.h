@@ -99,17 +99,18 @@ struct MantissaLanes {
   }
 };
 
-/// The same codes as the bits of a subnormal float, code * 2^-149, by a shift and a mask: exact, cheaper still, and the
-/// lower codes stay away. For CPUs whose multipliers take subnormal numbers at full speed
-/// (KernelTable::fast_subnormals).
+/// The same codes as bits of a tiny float, code * 2^(unit(V) - 149): exact, cheaper still, and the lower codes stay
+/// away. Floats whose exponent field is 0 or 1 are their bits times 2^-149, so codes in the lower 24 bits stay where they
+/// are, behind a mask. For CPUs whose multiply-adds take subnormal numbers at full speed (KernelTable::fast_subnormals).
 template <int kBits, int W>
 struct SubnormalLanes {
   static constexpr int kVecs = 8 * W / kBits, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = false;
+  static constexpr int unit(int v) { return kBits * (v + 1) <= 24 ? kBits * v : 0; }
   template <int V>
   static FASTKV_INLINE Floats get(const char* group) {
-    const Words codes = shifted<-kBits * V>(load_codes<W>(group));
-    return (Floats)(V < kVecs - 1 ? codes & ((1u << kBits) - 1) : codes);
+    const Words codes = shifted<unit(V) - kBits * V>(load_codes<W>(group));
+    return (Floats)(kBits * (V + 1) == 32 ? codes : codes & (((1u << kBits) - 1) << unit(V)));
   }
 };
 
@@ -122,9 +123,14 @@ struct Float8Lanes {
   static constexpr bool kHasNanCode = true;
   template <int V>
   static FASTKV_INLINE Floats get(const char* group) {
-    const Ints codes = (Ints)shifted<24 - 8 * V>(load_codes<W>(group)) >> 4;
-    return (Floats)((Words)codes & 0x87F00000u);
+    const Words codes = load_codes<W>(group);
+    // two bytes at once: into the upper half of each 16 bits, and down by four, the sign with it
+    const Shorts pairs = ((Shorts)codes << (V % 2 == 0 ? 8 : 0)) >> 4;
+    return (Floats)((V < 2 ? (Words)pairs << 16 : (Words)pairs) & kMask);
   }
+
+ private:
+  static constexpr uint32_t kMask = 0x87F00000u;
 };
 
 #endif  // __AVX2__

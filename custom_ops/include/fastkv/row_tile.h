@@ -21,36 +21,42 @@ static inline int64_t chunk_positions(int64_t row_bytes) {
   return larger(16, smaller(kMaxChunk, bytes / larger(row_bytes, 1) / 8 * 8));
 }
 
-/// Rows of a chunk of positions, as pointers, and their dynamic scales.
+/// Rows of a chunk of positions, as pointers, and their dynamic scales. Pointers past `count` repeat the last one.
 struct RowChunk {
-  const char* keys[kMaxChunk];
-  const char* values[kMaxChunk];
+  const char* keys[kMaxChunk + kLanes];
+  const char* values[kMaxChunk + kLanes];
   alignas(64) float key_scale[kMaxChunk + kLanes];
   alignas(64) float value_scale[kMaxChunk + kLanes];
   int64_t begin = 0;
   int64_t count = 0;
+
+  void fill_up() {
+    for (int64_t i = count; count > 0 && i < kMaxChunk + kLanes; ++i) {
+      keys[i] = keys[count - 1];
+      values[i] = values[count - 1];
+    }
+  }
 };
 
 struct RowScratch {
   int64_t dk, dv;  // padded to whole vectors
-  int64_t dq;      // floats that one row's query takes, in lane order or as bytes
   float *natural, *q, *out, *result, *scores, *maximum, *sum, *scaled_sum, *factor, *constant, *shrink;
-  float *key_scale, *key_zero, *value_scale, *value_zero, *value_carry, *value_offset, *value_factor, *keys, *values;
+  float *key_scale, *key_zero, *value_scale, *value_zero, *value_unit, *value_carry, *value_offset, *value_factor;
+  float *keys, *values;
   int32_t *key_order, *value_order;
 
   RowScratch(const AttentionParams& p, int64_t rows, Carver* carver) {
     dk = round_up(p.key.dim, kLanes);
     dv = round_up(p.out.dim, kLanes);
-    dq = larger(dk, byte_query_floats(p.key.dim));
-    natural = carver->take(rows * dk);
-    q = carver->take(rows * dq);
+    natural = carver->take(rows * kQueryStride);
+    q = carver->take(rows * kQueryStride);
     out = carver->take(rows * dv);
     result = carver->take(larger(dk, dv) + kLanes);
     scores = carver->take(kMaxChunk * 4 + kLanes);  // up to four lanes a position, and a last step
     for (float** state : {&maximum, &sum, &scaled_sum, &factor, &constant, &shrink})
       *state = carver->take(rows + kLanes);
     for (float** scale : {&key_scale, &key_zero}) *scale = carver->take(dk);
-    for (float** x : {&value_carry, &value_offset, &value_factor}) *x = carver->take(dv);
+    for (float** x : {&value_unit, &value_carry, &value_offset, &value_factor}) *x = carver->take(dv);
     for (float** scale : {&value_scale, &value_zero}) *scale = carver->take(dk > dv ? dk : dv);
     key_order = reinterpret_cast<int32_t*>(carver->take(dk));
     value_order = reinterpret_cast<int32_t*>(carver->take(dv));
@@ -96,7 +102,18 @@ class RowTile {
   RowTile(const Tile& tile, Carver* carver) : tile_(tile), s_(tile.p, tile.rows, carver) {}
 
   void run() {
-    begin();
+    begin(true);
+    if (!walk()) {
+      begin(false);
+      walk();
+    }
+    for (int64_t row = 0; row < tile_.rows; ++row) finish(row);
+  }
+
+ private:
+  /// Folds all positions into every row. False, and what was folded is of no use, if kernels met a code that they take
+  /// for a number although it is none.
+  bool walk() {
     const KeepSubnormals keep(keys_.is_tiny() || values_.is_tiny());
     const int64_t chunk = chunk_positions(direct_ ? tile_.p.key.row_bytes : s_.dk * 4);
     RowChunk chunks[2];
@@ -106,15 +123,14 @@ class RowTile {
       RowChunk& next = chunks[1 - now];
       prepare(&next, chunks[now].begin + chunks[now].count, chunk);
       if (!direct_) decode(&chunks[now]);
-      attend(chunks[now], next);
+      if (attend(chunks[now], next)) return false;
       now = 1 - now;
     }
-    for (int64_t row = 0; row < tile_.rows; ++row) finish(row);
+    return true;
   }
 
- private:
   /// Chooses kernels, folds scales into the queries, empties the soft-max state.
-  void begin() {
+  void begin(bool direct) {
     const AttentionParams& p = tile_.p;
     key_scales_ = expand_scales(p.key, tile_.task.kv_head, s_.key_scale, s_.key_zero);
     value_scales_ = expand_scales(tile_.value, tile_.task.kv_head, s_.value_scale, s_.value_zero);
@@ -123,12 +139,11 @@ class RowTile {
     if (tile_.table.dot_products && p.out.dtype != ModelDtype::kFloat32) use_dots(p.key.quant.storage, &keys_);
     values_ =
         find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim, tile_.table.fast_subnormals);
-    q_stride_ = s_.dq;
-    direct_ = keys_.score[0] != nullptr && values_.score[0] != nullptr;
+    direct_ = direct && keys_.score[0] != nullptr && values_.score[0] != nullptr;
     if (direct_ && !keys_.takes_bytes) fill_lane_order(keys_, p.key.dim, s_.key_order);
     if (direct_) fill_lane_order(values_, tile_.value.dim, s_.value_order);
     for (int64_t row = 0; row < tile_.rows; ++row) {
-      float* q = s_.natural + row * s_.dk;
+      float* q = s_.natural + row * kQueryStride;
       tile_.load_query(row, q);
       for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
       direct_ = direct_ && (keys_.takes_bytes ? fold_bytes(row, q) : fold_query(row, q));
@@ -141,7 +156,7 @@ class RowTile {
     if (direct_) return;
     keys_ = values_ = row_kernels_of<Float32Lanes>(0.0f, 0);
     s_.q = s_.natural;
-    q_stride_ = s_.dk;
+    weight_unit_ = 0;
     for (int64_t row = 0; row < tile_.rows; ++row) {
       s_.factor[row] = 1.0f;
       s_.constant[row] = 0.0f;
@@ -152,7 +167,7 @@ class RowTile {
 
   /// The query in lane order with the scales in it; false if that leaves what kernels can work with.
   bool fold_query(int64_t row, const float* natural) {
-    float* q = s_.q + row * s_.dq;
+    float* q = s_.q + row * kQueryStride;
     double constant = 0.0;
     float largest = 0.0f;
     bool finite = true;
@@ -178,8 +193,9 @@ class RowTile {
     // lanes are tiny: bring the products back into the middle of float32's range
     const int exponent = largest == 0.0f ? 0 : std::ilogb(largest);
     const int shift = exponent < -30 ? 126 : 96 - exponent;
-    const float up = std::ldexp(1.0f, shift);
-    for (int64_t i = 0; i < s_.dk; ++i) q[i] *= up;
+    for (int64_t i = 0; i < tile_.p.key.dim; ++i) {
+      q[s_.key_order[i]] *= std::ldexp(1.0f, shift - keys_.vec_unit[i % keys_.vecs]);
+    }
     s_.factor[row] = std::ldexp(1.0f, keys_.unit - shift);
     return exponent < 96;
   }
@@ -193,17 +209,19 @@ class RowTile {
       folded[i] = key_scales_.scale == nullptr ? natural[i] : natural[i] * key_scales_.scale[i];
       if (key_scales_.zero_point != nullptr) constant -= static_cast<double>(folded[i]) * key_scales_.zero_point[i];
     }
-    const ByteQuery query = query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * s_.dq));
+    const ByteQuery query = query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * kQueryStride));
     constant -= static_cast<double>(keys_.offset) * query.step * static_cast<double>(query.sum);
     s_.factor[row] = query.step;
     s_.constant[row] = static_cast<float>(constant);
     return query.is_usable && s_.constant[row] - s_.constant[row] == 0.0f;
   }
 
-  /// What finish() needs of each channel: value = (lane sum - left neighbour's * carry - offset * weights) * factor.
+  /// What finish() needs of each channel:
+  /// value = (lane sum * unit - left neighbour's * carry - offset * weights) * factor.
   void plan_finish() {
     for (int64_t i = 0; i < tile_.value.dim; ++i) {
       const bool has_neighbour = values_.carry_bits != 0 && (i & (values_.vecs - 1)) != 0;
+      s_.value_unit[i] = std::ldexp(1.0f, -values_.vec_unit[i % values_.vecs]);
       s_.value_carry[i] = has_neighbour ? std::ldexp(1.0f, -values_.carry_bits) : 0.0f;
       s_.value_offset[i] = values_.offset + (value_scales_.zero_point == nullptr ? 0.0f : value_scales_.zero_point[i]);
       s_.value_factor[i] = value_scales_.scale == nullptr ? 1.0f : value_scales_.scale[i];
@@ -252,6 +270,7 @@ class RowTile {
       std::memcpy(c->key_scale + done, tile_.p.key.token_scale(block, head, offset), bytes);
       std::memcpy(c->value_scale + done, tile_.value.token_scale(block, head, offset), bytes);
     });
+    if (c->count < chunk) c->fill_up();
   }
 
   /// Replaces the chunk's pointers by pointers to decoded rows.
@@ -263,12 +282,13 @@ class RowTile {
       c->keys[i] = reinterpret_cast<const char*>(s_.keys + i * s_.dk);
       c->values[i] = tile_.p.value_in_key ? c->keys[i] : reinterpret_cast<const char*>(s_.values + i * s_.dv);
     }
+    c->fill_up();
   }
 
-  /// Folds a chunk into every row, kMaxRows rows at a time.
-  void attend(const RowChunk& c, const RowChunk& next) {
+  /// Folds a chunk into every row, kMaxRows rows at a time; true if a NaN code was seen.
+  bool attend(const RowChunk& c, const RowChunk& next) {
     const int64_t end = c.begin + c.count;
-    bool is_first = true;
+    bool is_first = true, has_nan_code = false;
     for (int64_t row = 0; row < tile_.rows;) {
       const int64_t low = larger(tile_.first(row), c.begin);
       const int64_t high = smaller(tile_.position(row) + 1, end);
@@ -279,33 +299,34 @@ class RowTile {
       while (same > 0) {
         const int64_t rows = (same + (same + kMaxRows - 1) / kMaxRows - 1) / ((same + kMaxRows - 1) / kMaxRows);
         if (low < high) {
-          attend_rows(c, next, row, rows, low - c.begin, high - c.begin, is_first);
+          has_nan_code |= attend_rows(c, next, row, rows, low - c.begin, high - c.begin, is_first);
           is_first = false;
         }
         row += rows;
         same -= rows;
       }
     }
+    return has_nan_code;
   }
 
-  void attend_rows(const RowChunk& c, const RowChunk& next, int64_t row, int64_t rows, int64_t low, int64_t high,
+  bool attend_rows(const RowChunk& c, const RowChunk& next, int64_t row, int64_t rows, int64_t low, int64_t high,
                    bool fetches) {
     RowsJob job;
     job.keys = c.keys + low;
     job.values = c.values + low;
+    fetches = fetches && direct_;
+    job.ahead = fetches && !tile_.p.value_in_key ? c.values : job.keys;
+    job.ahead_lines = 0;
     job.count = high - low;
     job.key_groups = ((direct_ ? tile_.p.key.dim : s_.dk) + keys_.group_dim - 1) / keys_.group_dim;
     job.value_vecs = (direct_ ? tile_.value.dim : s_.dv) / kLanes;
-    job.q = s_.q + row * q_stride_;
-    job.q_stride = q_stride_;
     job.key_bytes = tile_.p.key.row_bytes;
+    job.q = s_.q + row * kQueryStride;
     job.scores = s_.scores;
     job.out = s_.out + row * s_.dv;
     job.out_stride = s_.dv;
     job.shrink = s_.shrink;
-    fetches = fetches && direct_;
-    if (fetches && !tile_.p.value_in_key) job.ahead = {c.values, c.count, (tile_.value.row_bytes + 63) / 64};
-    if (keys_.score[rows - 1](job)) spoil_scores(job, rows);
+    bool has_nan_code = keys_.score[rows - 1](job);
 
     const bool has_token_scale = direct_ && tile_.p.key.quant.token_scale != nullptr;
     const FoldTerms terms{s_.factor + row, s_.constant + row, has_token_scale ? c.key_scale + low : nullptr,
@@ -314,33 +335,10 @@ class RowTile {
     const FoldState state{s_.maximum + row, s_.sum + row, s_.scaled_sum + row};
     kFold[rows - 1](s_.scores, job.count, terms, state, s_.shrink);
 
-    job.ahead = {};
-    if (fetches) job.ahead = {next.keys, next.count, (tile_.p.key.row_bytes + 63) / 64};
-    if (values_.add[rows - 1](job)) spoil_sums(job, rows);
-  }
-
-  static bool is_nan_code(char code) { return (static_cast<uint8_t>(code) & 0x7F) == 0x7F; }
-
-  /// A key with a NaN code has a NaN score.
-  void spoil_scores(const RowsJob& job, int64_t rows) const {
-    const int64_t step = step_positions(rows);
-    for (int64_t c = 0; c < job.count; ++c) {
-      bool has_nan = false;
-      for (int64_t i = 0; i < tile_.p.key.dim; ++i) has_nan = has_nan || is_nan_code(job.keys[c][i]);
-      for (int64_t r = 0; has_nan && r < rows; ++r) {
-        job.scores[c / step * kLanes + r * step + c % step] = __builtin_nanf("");
-      }
-    }
-  }
-
-  /// A channel with a NaN code sums to NaN, whatever its weight.
-  void spoil_sums(const RowsJob& job, int64_t rows) const {
-    for (int64_t c = 0; c < job.count; ++c) {
-      for (int64_t i = 0; i < tile_.value.dim; ++i) {
-        if (!is_nan_code(job.values[c][i])) continue;
-        for (int64_t r = 0; r < rows; ++r) job.out[r * job.out_stride + s_.value_order[i]] = __builtin_nanf("");
-      }
-    }
+    job.ahead = next.keys;
+    if (fetches && next.count > 0) job.ahead_lines = (tile_.p.key.row_bytes + 63) / 64;
+    has_nan_code |= values_.add[rows - 1](job);
+    return has_nan_code;
   }
 
   /// Undoes the values' folding and order, and hands the row over.
@@ -352,7 +350,7 @@ class RowTile {
     const double unit = std::ldexp(1.0, values_.unit - weight_unit_);
     float* natural = s_.result + kLanes;  // with a place before it, for the first channel's left neighbour
     natural[-1] = 0.0f;
-    for (int64_t i = 0; i < tile_.value.dim; ++i) natural[i] = out[s_.value_order[i]];
+    for (int64_t i = 0; i < tile_.value.dim; ++i) natural[i] = out[s_.value_order[i]] * s_.value_unit[i];
     if (values_.carry_bits != 0) {  // not otherwise: nothing times an infinite neighbour is not nothing
       for (int64_t i = tile_.value.dim - 1; i >= 0; --i) {
         natural[i] = static_cast<float>((natural[i] - total) - (natural[i - 1] - total) * s_.value_carry[i]);
@@ -369,7 +367,6 @@ class RowTile {
   RowScales key_scales_, value_scales_;
   RowKernels keys_, values_;
   bool direct_ = false;
-  int64_t q_stride_ = 0;
   int weight_unit_ = 0;  // weights are multiplied by 2^weight_unit_, against tiny lanes
 };
 

@@ -13,37 +13,37 @@
 namespace fastkv::FASTKV_ISA {
 
 inline constexpr int kMaxRows = 4;  // rows of one kernel call
+inline constexpr int kMaxVecs = 8;  // vectors of a group
 
 /// Positions that one vector of scores holds for so many rows.
 static FASTKV_INLINE constexpr int step_positions(int64_t rows) { return kLanes / (rows > 2 ? 4 : rows); }
 template <int R>
 inline constexpr int kStep = step_positions(R);
 
-/// Lines to fetch ahead while a kernel walks rows: row i of `rows`, `lines` cache lines each; lines == 0: none.
-struct Ahead {
-  const char* const* rows = nullptr;
-  int64_t count = 0;
-  int64_t lines = 0;
-};
+/// Longest row of a key, and the distance of two queries: a constant, so that kernels address all of them from one
+/// register, and no power of two, which would put them into the same lines of a first-level cache.
+inline constexpr int64_t kMaxKeyDim = 256;
+inline constexpr int64_t kQueryStride = kMaxKeyDim + 16;
 
 /// To the first-level cache only: the bytes are used once.
 static FASTKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 0); }
 
-/// What one row-kernel call works on.
+/// What one row-kernel call works on. Kernels take a step of positions at a time, and pointers are there for whole steps:
+/// those past `count` point at any row, whose score nobody reads and whose values are not touched.
 struct RowsJob {
-  const char* const* keys;    // count pointers
-  const char* const* values;  // count pointers
+  const char* const* keys;
+  const char* const* values;
+  const char* const* ahead;  // rows to fetch in the meantime, one a position
+  int64_t ahead_lines;       // cache lines of each of those to fetch while values are added; 0: none
   int64_t count;
   int64_t key_groups;
   int64_t value_vecs;
   int64_t key_bytes;  // of a stored key
-  const float* q;     // R rows of q_stride floats, in lane order; or bytes, for kernels that take those
-  int64_t q_stride;
-  float* scores;  // count / kStep<R> vectors, rounded up
-  float* out;     // R rows of out_stride floats, in lane order
+  const float* q;     // R rows, kQueryStride apart, in lane order; or bytes, for kernels that take those
+  float* scores;      // count / kStep<R> vectors, rounded up
+  float* out;         // R rows of out_stride floats, in lane order
   int64_t out_stride;
   const float* shrink;  // R factors for what out holds
-  Ahead ahead;
 };
 
 /// Writes raw scores (q . k) of R rows; true if a NaN code was seen.
@@ -59,11 +59,14 @@ static FASTKV_INLINE void keep_in_register(Floats& x) {
 #endif
 }
 
-template <int V, int N, typename Body>
+/// Calls body(0) ... body(N - 1) with constants. Bodies must be inlined at once (FASTKV_INLINE_BODY), or the arrays of
+/// sums that they share stay in memory.
+#define FASTKV_INLINE_BODY __attribute__((always_inline))
+template <int N, int V = 0, typename Body>
 static FASTKV_INLINE void unrolled(Body&& body) {
   if constexpr (V < N) {
     body(std::integral_constant<int, V>{});
-    unrolled<V + 1, N>(body);
+    unrolled<N, V + 1>(body);
   }
 }
 
@@ -71,39 +74,35 @@ template <typename L, int R>
 static bool score_rows(const RowsJob& job) {
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode> nan;
-  for (int64_t c = 0; c < job.count; c += T) {
-    const char* keys[T];
-    const char* ahead[T];  // a line of these for every line of the keys
-    for (int t = 0; t < T; ++t) {
-      keys[t] = job.keys[c + t < job.count ? c + t : job.count - 1];
-      ahead[t] = c + t < job.ahead.count ? job.ahead.rows[c + t] : keys[t];
-    }
+  const int64_t groups = job.key_groups;
+  float* scores = job.scores;
+  for (int64_t c = 0; c < job.count; c += T, scores += kLanes) {
+    const char* const* keys = job.keys + c;
+    const char* const* ahead = job.ahead + c;
     Floats sums[kLanes];
-    for (int i = 0; i < kLanes; ++i) sums[i] = splat(0.0f);
+    unrolled<kLanes>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
     const float* q = job.q;
-    for (int64_t g = 0; g < job.key_groups; ++g, q += L::kVecs * kLanes) {
-      unrolled<0, L::kVecs>([&](auto v) {
+    for (int64_t at = 0; at < groups * L::kBytes; at += L::kBytes, q += L::kVecs * kLanes) {
+      unrolled<L::kVecs>([&](auto v) FASTKV_INLINE_BODY {
         Floats key[T];
-        for (int t = 0; t < T; ++t) key[t] = L::template get<v>(keys[t] + g * L::kBytes);
-        for (int r = 0; r < R; ++r) {
-          Floats query = load(q + r * job.q_stride + v * kLanes);
+        unrolled<T>([&](auto t) FASTKV_INLINE_BODY { key[t] = L::template get<v>(keys[t] + at); });
+        unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+          Floats query = load(q + r * kQueryStride + v * kLanes);
           keep_in_register(query);  // or GCC loads it again for each of the T products
-          for (int t = 0; t < T; ++t) sums[r * T + t] += query * key[t];
-        }
+          unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_product(sums[r * T + t], query, key[t]); });
+        });
       });
-      for (int t = 0; t < T; ++t) nan.template look<L>(keys[t] + g * L::kBytes);
-      if ((g * L::kBytes & 63) == 0) {
-        for (int t = 0; t < T; ++t) fetch(ahead[t] + g * L::kBytes);
-      }
+      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { nan.template look<L>(keys[t] + at); });
+      if ((at & 63) == 0) unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
     }
-    store(job.scores + c / T * kLanes, sum_each(sums));
+    store_sums(scores, sums);
   }
   return nan.seen();
 }
 
-/// What one part of add_rows fetches: lines [begin, end) of the rows whose index & mask is phase. So each line is
-/// fetched once, and fetches are as evenly spread over the work as they can be: a burst would fill the miss buffers and
-/// hold up the loads behind it.
+/// What one part of add_rows fetches: lines [begin, end) of the rows of those steps whose index & mask is phase. So each
+/// line is fetched once, and fetches are as evenly spread over the work as they can be: a burst would fill the miss
+/// buffers and hold up the loads behind it.
 struct FetchPart {
   int64_t begin;
   int64_t end;
@@ -112,7 +111,7 @@ struct FetchPart {
 };
 
 static inline FetchPart fetch_part(int64_t lines, int64_t parts, int64_t part) {
-  if (lines == 0) return {0, 0, 0, 0};
+  if (lines == 0) return {0, 0, 0, 1};
   if (lines >= parts) {
     const int64_t each = (lines + parts - 1) / parts;
     return {part * each, smaller((part + 1) * each, lines), 0, 0};
@@ -123,48 +122,51 @@ static inline FetchPart fetch_part(int64_t lines, int64_t parts, int64_t part) {
   return {line, line < lines ? line + 1 : line, share - 1, part % share};
 }
 
+/// Adds one position's weights times J vectors of its value, from vector V0 of the group at `group`.
+template <typename L, int R, int J, int V0, typename Nan>
+static FASTKV_INLINE void add_position(const char* group, const float* weights, Floats (&sums)[R * J], Nan& nan) {
+  Floats value[J];
+  unrolled<J>([&](auto j) FASTKV_INLINE_BODY {
+    constexpr int v = V0 + j;
+    value[j] = L::template get<v % L::kVecs>(group + v / L::kVecs * L::kBytes);
+    if constexpr (v % L::kVecs == 0) nan.template look<L>(group + v / L::kVecs * L::kBytes);
+  });
+  unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+    Floats weight = splat(weights[r * kStep<R>]);
+    keep_in_register(weight);
+    unrolled<J>([&](auto j) FASTKV_INLINE_BODY { add_product(sums[r * J + j], weight, value[j]); });
+  });
+}
+
 /// J vectors of R rows, from vector V0 of the group that starts at byte `at` of each row.
 template <typename L, int R, int J, int V0>
 static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, const FetchPart& part) {
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode && V0 == 0> nan;
-  Floats sums[R][J];
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < J; ++j) sums[r][j] = splat(0.0f);
-  }
-  const auto add = [&](int64_t c, const float* weights) {
-    const char* row = job.values[c] + at;
-    Floats value[J];
-    unrolled<0, J>([&](auto j) {
-      constexpr int v = V0 + j;
-      value[j] = L::template get<v % L::kVecs>(row + v / L::kVecs * L::kBytes);
-      if constexpr (v % L::kVecs == 0) nan.template look<L>(row + v / L::kVecs * L::kBytes);
-    });
-    for (int r = 0; r < R; ++r) {
-      const Floats weight = splat(weights[r * T]);
-      for (int j = 0; j < J; ++j) sums[r][j] += weight * value[j];
-    }
-  };
+  Floats sums[R * J];
+  unrolled<R * J>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
   const float* weights = job.scores;
-  const int64_t fetched = part.begin < part.end ? job.ahead.count : 0;
-  int64_t c = 0;
-  for (; c + T <= job.count; c += T, weights += kLanes) {
-    for (int t = 0; t < T; ++t) {
-      add(c + t, weights + t);
-      if (c + t < fetched && ((c + t) & part.mask) == part.phase) {
-        for (int64_t line = part.begin; line < part.end; ++line) fetch(job.ahead.rows[c + t] + line * 64);
-      }
+  const char* const* rows = job.values;
+  const int64_t steps = job.count / T;
+  for (int64_t step = 0; step < steps; ++step, rows += T, weights += kLanes) {
+    unrolled<T>(
+        [&](auto t) FASTKV_INLINE_BODY { add_position<L, R, J, V0>(rows[t] + at, weights + t, sums, nan); });
+    if ((step & part.mask) != part.phase) continue;
+    for (int64_t line = part.begin; line < part.end; ++line) {
+      for (int t = 0; t < T; ++t) fetch(job.ahead[step * T + t] + line * 64);
     }
   }
-  for (int t = 0; c + t < job.count; ++t) add(c + t, weights + t);
+  for (const char* const* end = job.values + job.count; rows < end; ++rows, ++weights) {
+    add_position<L, R, J, V0>(*rows + at, weights, sums, nan);
+  }
   // summing a chunk by itself first also keeps rounding errors from growing with the context
-  for (int r = 0; r < R; ++r) {
+  unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
     const Floats shrink = splat(job.shrink[r]);
-    for (int j = 0; j < J; ++j) {
-      float* out = job.out + r * job.out_stride + (vec + j) * kLanes;
-      store(out, load(out) * shrink + sums[r][j]);
-    }
-  }
+    float* out = job.out + r * job.out_stride + vec * kLanes;
+    unrolled<J>([&](auto j) FASTKV_INLINE_BODY {
+      store(out + j * kLanes, load(out + j * kLanes) * shrink + sums[r * J + j]);
+    });
+  });
   return nan.seen();
 }
 
@@ -178,13 +180,13 @@ static bool add_rows(const RowsJob& job) {
   const int64_t parts = (job.value_vecs + J - 1) / J;
   bool nan = false;
   int64_t vec = 0, part = 0;
-  const auto next = [&] { return fetch_part(job.ahead.lines, parts, part++); };
+  const auto next = [&] { return fetch_part(job.ahead_lines, parts, part++); };
   for (; vec + kSpan <= job.value_vecs; vec += kSpan) {
-    unrolled<0, kSpan / J>(
+    unrolled<kSpan / J>(
         [&](auto i) { nan |= add_part<L, R, J, i * J>(job, vec / L::kVecs * L::kBytes, vec + i * J, next()); });
   }
   for (; vec < job.value_vecs; vec += L::kVecs) {
-    unrolled<0, L::kVecs / kRest>([&](auto i) {
+    unrolled<L::kVecs / kRest>([&](auto i) {
       nan |= add_part<L, R, kRest, i * kRest>(job, vec / L::kVecs * L::kBytes, vec + i * kRest, next());
     });
   }
@@ -201,6 +203,7 @@ struct RowKernels {
   int unit = 0;              // lane = stored code * 2^-unit, but for a carry:
   bool takes_bytes = false;  // the query is bytes, and groups need not fill the row (dot_codes.h)
   int carry_bits = 0;        // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
+  int8_t vec_unit[kMaxVecs] = {};  // lanes of vector v are 2^vec_unit[v] times as much
   bool is_tiny() const { return unit > 64; }  // lanes are at or below the smallest normal floats
 };
 
@@ -213,7 +216,8 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
           offset,
           unit,
           false,
-          carry_bits};
+          carry_bits,
+          {}};
 }
 
 #ifdef __AVX2__
@@ -221,7 +225,12 @@ template <int kBits, int W>
 static RowKernels integer_kernels(float offset, bool fast_subnormals) {
   constexpr float kOne = 1 << kBits;  // what a lane of 1.0 stands for
   if (kLanes == 16) return row_kernels_of<MantissaLanes<kBits, W>>(offset + kOne, kBits);
-  if (fast_subnormals) return row_kernels_of<SubnormalLanes<kBits, W>>(offset, 149);
+  if (fast_subnormals) {
+    using Lanes = SubnormalLanes<kBits, W>;
+    RowKernels kernels = row_kernels_of<Lanes>(offset, 149);
+    for (int v = 0; v < Lanes::kVecs; ++v) kernels.vec_unit[v] = static_cast<int8_t>(Lanes::unit(v));
+    return kernels;
+  }
   return row_kernels_of<CarryLanes<kBits, W>>(offset, kBits, kBits);
 }
 #endif

@@ -23,6 +23,7 @@ inline constexpr int kLanes = 8;
 typedef float Floats __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes), may_alias));
 typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), may_alias, aligned(4)));
 
 static FASTKV_INLINE Floats load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
@@ -32,6 +33,16 @@ static FASTKV_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + ste
 static FASTKV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static FASTKV_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static FASTKV_INLINE float minus_infinity() { return -__builtin_inff(); }
+
+/// sum += x * y. As text where there is an instruction for it: GCC 12 copies sums from register to register, and to the
+/// stack, around what it contracts itself.
+static FASTKV_INLINE void add_product(Floats& sum, Floats x, Floats y) {
+#ifdef __FMA__
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+#else
+  sum += x * y;
+#endif
+}
 
 /// x where the mask's lanes are all ones, else y.
 static FASTKV_INLINE Floats select(Ints mask, Floats x, Floats y) {
@@ -99,6 +110,24 @@ static FASTKV_INLINE V sum_each(const V* x) {
   return sums[0];
 }
 
+/// out[i] = the sum over x[i]'s lanes, for kLanes vectors.
+static FASTKV_INLINE void store_sums(float* out, const Floats* x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  // halves first: what is left then takes 128-bit instructions, half the work where 256 bits are two operations
+  for (int i = 0; i < kLanes; i += 4) {
+    __m128 halves[4];
+    for (int j = 0; j < 4; ++j) {
+      halves[j] = _mm256_castps256_ps128((__m256)x[i + j]) + _mm256_extractf128_ps((__m256)x[i + j], 1);
+    }
+    const __m128 low = _mm_unpacklo_ps(halves[0], halves[1]) + _mm_unpackhi_ps(halves[0], halves[1]);
+    const __m128 high = _mm_unpacklo_ps(halves[2], halves[3]) + _mm_unpackhi_ps(halves[2], halves[3]);
+    _mm_storeu_ps(out + i, _mm_movelh_ps(low, high) + _mm_movehl_ps(high, low));
+  }
+#else
+  store(out, sum_each(x));
+#endif
+}
+
 /// Transposes kLanes x kLanes floats in place.
 static FASTKV_INLINE void transpose(Floats* x) {
   Floats a[kLanes], b[kLanes];
@@ -147,24 +176,23 @@ static FASTKV_INLINE Floats sum_of_runs(Floats x) {
   return x;
 }
 
-/// e^x for x <= 0, to about 1e-7 relative; 0 below -87.3, NaN stays NaN. The polynomial is Cephes' expf.
+/// e^x for x <= 0 as 2^n * 2^r, n an integer and |r| <= 1/2; 0 below -87, NaN stays NaN. The error is 2e-7 of the result
+/// near 0, and grows by 2e-8 |x|, as that of x itself does. The polynomial is a minimax fit of 2^r (relative, 9e-8).
 static FASTKV_INLINE Floats exp_nonpositive(Floats x) {
-  const Floats floor = splat(-87.33654f);
+  constexpr float kLog2E = 1.44269504088896341f;
+  const Floats floor = splat(-87.0f);
   const Ints underflows = x < floor;
   const Floats clipped = max_each(floor, x);
-  const Floats magic = splat(12582912.0f);  // rounds to an integer in the adder
-  const Floats shifted = clipped * 1.44269504088896341f + magic;
-  const Floats n = shifted - magic;
-  const Floats r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  const Floats power = (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);  // 2^n
-  return (Floats)((Ints)(y * power) & ~underflows);
+  const Floats magic = splat(12582912.0f + 127.0f);  // rounds to an integer in the adder, and leaves n + 127 in its bits
+  const Floats shifted = clipped * kLog2E + magic;
+  const Floats r = clipped * kLog2E - (shifted - magic);
+  Floats y = splat(1.326472731307149e-3f);
+  y = y * r + 9.671512991189957e-3f;
+  y = y * r + 5.550733581185341e-2f;
+  y = y * r + 2.4022242426872253e-1f;
+  y = y * r + 6.931470036506653e-1f;
+  y = y * r + 1.0f;
+  return (Floats)((Ints)(y * (Floats)((Ints)shifted << 23)) & ~underflows);
 }
 
 }  // namespace fastkv::FASTKV_ISA

@@ -80,6 +80,7 @@ static void set_dots(float offset, RowKernels* kernels) {
                            0,
                            true,
                            0,
+                           {},
                            {}};
   *kernels = dots;
 }

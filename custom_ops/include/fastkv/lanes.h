@@ -1,10 +1,10 @@
 // How stored bytes become lanes of a vector of floats, in registers and without scales: what the row kernels (rows.h)
 // are instantiated over.
 //
-// A group is kBytes of a row; it yields kVecs vectors. Lane l of vector v holds channel l * kVecs + v of the group: a
-// 32-bit lane that holds several codes gives its j-th code to vector j, which needs shifts and masks but no shuffle
-// across lanes. So channels come out in another order than they are stored in; queries are put into that order before
-// the kernel runs and results are put back after it, once for thousands of positions.
+// A group is kBytes of a row; it yields kVecs vectors. Lane l of vector v holds channel l * kVecs + v of the group
+// (Float8Lanes: + code(v)): a 32-bit lane that holds several codes gives one to each vector, by shifts and masks but no
+// shuffle across lanes. So channels come out in another order than they are stored in; queries are put into that order
+// before the kernel runs and results are put back after it, once for thousands of positions.
 //
 // Lanes are not yet values: integer codes are fractions above 1, float8 keeps its exponent bias. Both are corrected
 // outside the loops (row_tile.h), as are scales and zero points.
@@ -100,8 +100,9 @@ struct MantissaLanes {
 };
 
 /// The same codes as bits of a tiny float, code * 2^(unit(V) - 149): exact, cheaper still, and the lower codes stay
-/// away. Floats whose exponent field is 0 or 1 are their bits times 2^-149, so codes in the lower 24 bits stay where they
-/// are, behind a mask. For CPUs whose multiply-adds take subnormal numbers at full speed (KernelTable::fast_subnormals).
+/// away. Floats whose exponent field is 0 or 1 are their bits times 2^-149, so codes in the lower 24 bits stay where
+/// they are, behind a mask. For CPUs whose multiply-adds take subnormal numbers at full speed
+/// (KernelTable::fast_subnormals).
 template <int kBits, int W>
 struct SubnormalLanes {
   static constexpr int kVecs = 8 * W / kBits, kBytes = W * kLanes;
@@ -114,23 +115,21 @@ struct SubnormalLanes {
   }
 };
 
-/// Byte V of each lane, e4m3, times 2^-120: its exponent and mantissa at float32's place. Subnormal codes become
+/// Byte code(V) of each lane, e4m3, times 2^-120: its exponent and mantissa at float32's place. Subnormal codes become
 /// subnormal floats, which the multiplier takes as they are (the driver sees to it that no mode flushes them). The NaN
 /// codes come out as 480 * 2^-120: kernels watch for them.
 template <int W>
 struct Float8Lanes {
   static constexpr int kVecs = W, kBytes = W * kLanes;
   static constexpr bool kHasNanCode = true;
+  /// Neighbouring vectors are the lower and the upper of two bytes that are brought to their place at once.
+  static constexpr int code(int v) { return W == 4 ? v % 2 * 2 + v / 2 : v; }
   template <int V>
   static FASTKV_INLINE Floats get(const char* group) {
-    const Words codes = load_codes<W>(group);
-    // two bytes at once: into the upper half of each 16 bits, and down by four, the sign with it
-    const Shorts pairs = ((Shorts)codes << (V % 2 == 0 ? 8 : 0)) >> 4;
-    return (Floats)((V < 2 ? (Words)pairs << 16 : (Words)pairs) & kMask);
+    // each 16 bits: a byte in the upper half, then down by four, the sign with it
+    const Shorts pairs = ((Shorts)load_codes<W>(group) << (code(V) % 2 == 0 ? 8 : 0)) >> 4;
+    return (Floats)((code(V) < 2 ? (Words)pairs << 16 : (Words)pairs) & 0x87F00000u);
   }
-
- private:
-  static constexpr uint32_t kMask = 0x87F00000u;
 };
 
 #endif  // __AVX2__

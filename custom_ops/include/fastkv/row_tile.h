@@ -71,7 +71,7 @@ static inline void fill_lane_order(const RowKernels& kernels, int64_t dim, int32
     int64_t channel = group;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       for (int64_t v = 0; v < kernels.vecs && channel < dim; ++v, ++channel) {
-        order[channel] = static_cast<int32_t>(group + v * kLanes + lane);
+        order[channel] = static_cast<int32_t>(group + kernels.vec_of[v] * kLanes + lane);
       }
     }
   }
@@ -194,7 +194,7 @@ class RowTile {
     const int exponent = largest == 0.0f ? 0 : std::ilogb(largest);
     const int shift = exponent < -30 ? 126 : 96 - exponent;
     for (int64_t i = 0; i < tile_.p.key.dim; ++i) {
-      q[s_.key_order[i]] *= std::ldexp(1.0f, shift - keys_.vec_unit[i % keys_.vecs]);
+      q[s_.key_order[i]] *= std::ldexp(1.0f, shift - keys_.vec_unit[keys_.vec_of[i % keys_.vecs]]);
     }
     s_.factor[row] = std::ldexp(1.0f, keys_.unit - shift);
     return exponent < 96;
@@ -209,7 +209,8 @@ class RowTile {
       folded[i] = key_scales_.scale == nullptr ? natural[i] : natural[i] * key_scales_.scale[i];
       if (key_scales_.zero_point != nullptr) constant -= static_cast<double>(folded[i]) * key_scales_.zero_point[i];
     }
-    const ByteQuery query = query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * kQueryStride));
+    const ByteQuery query =
+        query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * kQueryStride));
     constant -= static_cast<double>(keys_.offset) * query.step * static_cast<double>(query.sum);
     s_.factor[row] = query.step;
     s_.constant[row] = static_cast<float>(constant);
@@ -221,7 +222,7 @@ class RowTile {
   void plan_finish() {
     for (int64_t i = 0; i < tile_.value.dim; ++i) {
       const bool has_neighbour = values_.carry_bits != 0 && (i & (values_.vecs - 1)) != 0;
-      s_.value_unit[i] = std::ldexp(1.0f, -values_.vec_unit[i % values_.vecs]);
+      s_.value_unit[i] = std::ldexp(1.0f, -values_.vec_unit[values_.vec_of[i % values_.vecs]]);
       s_.value_carry[i] = has_neighbour ? std::ldexp(1.0f, -values_.carry_bits) : 0.0f;
       s_.value_offset[i] = values_.offset + (value_scales_.zero_point == nullptr ? 0.0f : value_scales_.zero_point[i]);
       s_.value_factor[i] = value_scales_.scale == nullptr ? 1.0f : value_scales_.scale[i];
@@ -316,7 +317,6 @@ class RowTile {
     job.values = c.values + low;
     fetches = fetches && direct_;
     job.ahead = fetches && !tile_.p.value_in_key ? c.values : job.keys;
-    job.ahead_lines = 0;
     job.count = high - low;
     job.key_groups = ((direct_ ? tile_.p.key.dim : s_.dk) + keys_.group_dim - 1) / keys_.group_dim;
     job.value_vecs = (direct_ ? tile_.value.dim : s_.dv) / kLanes;
@@ -329,14 +329,14 @@ class RowTile {
     bool has_nan_code = keys_.score[rows - 1](job);
 
     const bool has_token_scale = direct_ && tile_.p.key.quant.token_scale != nullptr;
-    const FoldTerms terms{s_.factor + row, s_.constant + row, has_token_scale ? c.key_scale + low : nullptr,
-                          has_token_scale ? c.value_scale + low : nullptr, std::ldexp(1.0f, weight_unit_)};
-    static constexpr decltype(&fold_rows<1>) kFold[] = {&fold_rows<1>, &fold_rows<2>, &fold_rows<3>, &fold_rows<4>};
+    const FoldTerms terms{s_.factor + row, s_.constant + row, c.key_scale + low, c.value_scale + low,
+                          std::ldexp(1.0f, weight_unit_)};
     const FoldState state{s_.maximum + row, s_.sum + row, s_.scaled_sum + row};
-    kFold[rows - 1](s_.scores, job.count, terms, state, s_.shrink);
+    kFoldRows[has_token_scale][rows - 1](s_.scores, job.count, terms, state, s_.shrink);
 
     job.ahead = next.keys;
-    if (fetches && next.count > 0) job.ahead_lines = (tile_.p.key.row_bytes + 63) / 64;
+    job.ahead_count = fetches ? next.count : 0;
+    job.ahead_lines = (tile_.p.key.row_bytes + 63) / 64;
     has_nan_code |= values_.add[rows - 1](job);
     return has_nan_code;
   }

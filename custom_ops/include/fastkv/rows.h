@@ -28,13 +28,14 @@ inline constexpr int64_t kQueryStride = kMaxKeyDim + 16;
 /// To the first-level cache only: the bytes are used once.
 static FASTKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 0); }
 
-/// What one row-kernel call works on. Kernels take a step of positions at a time, and pointers are there for whole steps:
-/// those past `count` point at any row, whose score nobody reads and whose values are not touched.
+/// What one row-kernel call works on. Kernels take a step of positions at a time, and pointers are there for whole
+/// steps: those past `count` point at any row, whose score nobody reads and whose values are not touched.
 struct RowsJob {
   const char* const* keys;
   const char* const* values;
-  const char* const* ahead;  // rows to fetch in the meantime, one a position
-  int64_t ahead_lines;       // cache lines of each of those to fetch while values are added; 0: none
+  const char* const* ahead;  // rows to fetch in the meantime: one a position by score kernels, ...
+  int64_t ahead_count;       // ... so many by add kernels,
+  int64_t ahead_lines;       // so many lines of each
   int64_t count;
   int64_t key_groups;
   int64_t value_vecs;
@@ -70,11 +71,30 @@ static FASTKV_INLINE void unrolled(Body&& body) {
   }
 }
 
+/// Adds the products of one group of T keys, at byte `at` of each, with R queries.
+template <typename L, int R, typename Nan>
+static FASTKV_INLINE void score_group(const char* const* keys, int64_t at, const float* q, Floats (&sums)[kLanes],
+                                      Nan& nan) {
+  constexpr int T = kStep<R>;
+  unrolled<L::kVecs>([&](auto v) FASTKV_INLINE_BODY {
+    Floats key[T];
+    unrolled<T>([&](auto t) FASTKV_INLINE_BODY { key[t] = L::template get<v>(keys[t] + at); });
+    unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+      Floats query = load(q + r * kQueryStride + v * kLanes);
+      keep_in_register(query);  // or GCC loads it again for each of the T products
+      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_product(sums[r * T + t], query, key[t]); });
+    });
+  });
+  unrolled<T>([&](auto t) FASTKV_INLINE_BODY { nan.template look<L>(keys[t] + at); });
+}
+
 template <typename L, int R>
 static bool score_rows(const RowsJob& job) {
   constexpr int T = kStep<R>;
+  constexpr int kLine = L::kBytes < 64 ? 64 : L::kBytes;  // bytes of the groups that are taken at once
+  constexpr int kFloats = L::kVecs * kLanes;
   NanWatch<L::kHasNanCode> nan;
-  const int64_t groups = job.key_groups;
+  const int64_t bytes = job.key_groups * L::kBytes;
   float* scores = job.scores;
   for (int64_t c = 0; c < job.count; c += T, scores += kLanes) {
     const char* const* keys = job.keys + c;
@@ -82,45 +102,50 @@ static bool score_rows(const RowsJob& job) {
     Floats sums[kLanes];
     unrolled<kLanes>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
     const float* q = job.q;
-    for (int64_t at = 0; at < groups * L::kBytes; at += L::kBytes, q += L::kVecs * kLanes) {
-      unrolled<L::kVecs>([&](auto v) FASTKV_INLINE_BODY {
-        Floats key[T];
-        unrolled<T>([&](auto t) FASTKV_INLINE_BODY { key[t] = L::template get<v>(keys[t] + at); });
-        unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
-          Floats query = load(q + r * kQueryStride + v * kLanes);
-          keep_in_register(query);  // or GCC loads it again for each of the T products
-          unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_product(sums[r * T + t], query, key[t]); });
-        });
-      });
-      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { nan.template look<L>(keys[t] + at); });
-      if ((at & 63) == 0) unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+    int64_t at = 0;
+    for (; at + kLine <= bytes; at += kLine, q += kLine / L::kBytes * kFloats) {
+      unrolled<kLine / L::kBytes>(
+          [&](auto g) FASTKV_INLINE_BODY { score_group<L, R>(keys, at + g * L::kBytes, q + g * kFloats, sums, nan); });
+      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
     }
+    if (at < bytes) unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+    for (; at < bytes; at += L::kBytes, q += kFloats) score_group<L, R>(keys, at, q, sums, nan);
     store_sums(scores, sums);
   }
   return nan.seen();
 }
 
-/// What one part of add_rows fetches: lines [begin, end) of the rows of those steps whose index & mask is phase. So each
-/// line is fetched once, and fetches are as evenly spread over the work as they can be: a burst would fill the miss
-/// buffers and hold up the loads behind it.
-struct FetchPart {
-  int64_t begin;
-  int64_t end;
-  int64_t mask;
-  int64_t phase;
-};
-
-static inline FetchPart fetch_part(int64_t lines, int64_t parts, int64_t part) {
-  if (lines == 0) return {0, 0, 0, 1};
-  if (lines >= parts) {
-    const int64_t each = (lines + parts - 1) / parts;
-    return {part * each, smaller((part + 1) * each, lines), 0, 0};
+/// Fetches rows line by line in the order in which they lie, a few lines a step, as evenly as they can be spread over
+/// `steps` steps: a burst would fill the miss buffers and hold up the loads behind it.
+class RowFetcher {
+ public:
+  RowFetcher(const char* const* rows, int64_t count, int64_t row_lines, int64_t steps)
+      : row_(rows), end_(rows + count), row_bytes_(row_lines * 64) {
+    const int64_t lines = count * row_lines;
+    if (lines == 0 || steps == 0) return;
+    each_ = (lines + steps - 1) / steps;
+    while (2 * (mask_ + 1) * lines <= steps) mask_ = 2 * mask_ + 1;
   }
-  int64_t share = 1;  // parts that share a line
-  while (2 * share * lines <= parts) share *= 2;
-  const int64_t line = part / share;
-  return {line, line < lines ? line + 1 : line, share - 1, part % share};
-}
+
+  FASTKV_INLINE void step(int64_t index) {
+    if ((index & mask_) != 0) return;
+    for (int64_t i = 0; i < each_ && row_ != end_; ++i) {
+      fetch(*row_ + at_);
+      at_ += 64;
+      if (at_ != row_bytes_) continue;
+      at_ = 0;
+      ++row_;
+    }
+  }
+
+ private:
+  const char* const* row_;
+  const char* const* end_;
+  int64_t row_bytes_;
+  int64_t at_ = 0;
+  int64_t each_ = 0;
+  int64_t mask_ = 0;
+};
 
 /// Adds one position's weights times J vectors of its value, from vector V0 of the group at `group`.
 template <typename L, int R, int J, int V0, typename Nan>
@@ -140,7 +165,7 @@ static FASTKV_INLINE void add_position(const char* group, const float* weights, 
 
 /// J vectors of R rows, from vector V0 of the group that starts at byte `at` of each row.
 template <typename L, int R, int J, int V0>
-static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, const FetchPart& part) {
+static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, RowFetcher& fetcher) {
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode && V0 == 0> nan;
   Floats sums[R * J];
@@ -149,12 +174,8 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
   const char* const* rows = job.values;
   const int64_t steps = job.count / T;
   for (int64_t step = 0; step < steps; ++step, rows += T, weights += kLanes) {
-    unrolled<T>(
-        [&](auto t) FASTKV_INLINE_BODY { add_position<L, R, J, V0>(rows[t] + at, weights + t, sums, nan); });
-    if ((step & part.mask) != part.phase) continue;
-    for (int64_t line = part.begin; line < part.end; ++line) {
-      for (int t = 0; t < T; ++t) fetch(job.ahead[step * T + t] + line * 64);
-    }
+    unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_position<L, R, J, V0>(rows[t] + at, weights + t, sums, nan); });
+    fetcher.step(step);
   }
   for (const char* const* end = job.values + job.count; rows < end; ++rows, ++weights) {
     add_position<L, R, J, V0>(*rows + at, weights, sums, nan);
@@ -163,9 +184,8 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
   unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
     const Floats shrink = splat(job.shrink[r]);
     float* out = job.out + r * job.out_stride + vec * kLanes;
-    unrolled<J>([&](auto j) FASTKV_INLINE_BODY {
-      store(out + j * kLanes, load(out + j * kLanes) * shrink + sums[r * J + j]);
-    });
+    unrolled<J>([&](auto j)
+                    FASTKV_INLINE_BODY { store(out + j * kLanes, load(out + j * kLanes) * shrink + sums[r * J + j]); });
   });
   return nan.seen();
 }
@@ -179,15 +199,15 @@ static bool add_rows(const RowsJob& job) {
   constexpr int kRest = J < L::kVecs ? J : L::kVecs;
   const int64_t parts = (job.value_vecs + J - 1) / J;
   bool nan = false;
-  int64_t vec = 0, part = 0;
-  const auto next = [&] { return fetch_part(job.ahead_lines, parts, part++); };
+  int64_t vec = 0;
+  RowFetcher fetcher(job.ahead, job.ahead_count, job.ahead_lines, parts * (job.count / kStep<R>));
   for (; vec + kSpan <= job.value_vecs; vec += kSpan) {
     unrolled<kSpan / J>(
-        [&](auto i) { nan |= add_part<L, R, J, i * J>(job, vec / L::kVecs * L::kBytes, vec + i * J, next()); });
+        [&](auto i) { nan |= add_part<L, R, J, i * J>(job, vec / L::kVecs * L::kBytes, vec + i * J, fetcher); });
   }
   for (; vec < job.value_vecs; vec += L::kVecs) {
     unrolled<L::kVecs / kRest>([&](auto i) {
-      nan |= add_part<L, R, kRest, i * kRest>(job, vec / L::kVecs * L::kBytes, vec + i * kRest, next());
+      nan |= add_part<L, R, kRest, i * kRest>(job, vec / L::kVecs * L::kBytes, vec + i * kRest, fetcher);
     });
   }
   return nan;
@@ -203,7 +223,8 @@ struct RowKernels {
   int unit = 0;              // lane = stored code * 2^-unit, but for a carry:
   bool takes_bytes = false;  // the query is bytes, and groups need not fill the row (dot_codes.h)
   int carry_bits = 0;        // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
-  int8_t vec_unit[kMaxVecs] = {};  // lanes of vector v are 2^vec_unit[v] times as much
+  int8_t vec_unit[kMaxVecs] = {};             // lanes of vector v are 2^vec_unit[v] times as much
+  int8_t vec_of[kMaxVecs] = {};               // the vector that holds a lane's v-th code
   bool is_tiny() const { return unit > 64; }  // lanes are at or below the smallest normal floats
 };
 
@@ -217,7 +238,8 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
           unit,
           false,
           carry_bits,
-          {}};
+          {},
+          {0, 1, 2, 3, 4, 5, 6, 7}};
 }
 
 #ifdef __AVX2__
@@ -232,6 +254,13 @@ static RowKernels integer_kernels(float offset, bool fast_subnormals) {
     return kernels;
   }
   return row_kernels_of<CarryLanes<kBits, W>>(offset, kBits, kBits);
+}
+
+template <int W>
+static RowKernels float8_kernels() {
+  RowKernels kernels = row_kernels_of<Float8Lanes<W>>(0.0f, 120);
+  for (int v = 0; v < W; ++v) kernels.vec_of[Float8Lanes<W>::code(v)] = static_cast<int8_t>(v);
+  return kernels;
 }
 #endif
 
@@ -267,9 +296,9 @@ static RowKernels find_row_kernels(Storage storage, ModelDtype dtype, int64_t di
     case Storage::kFloat8E4M3:
     case Storage::kFloat8E4M3Zp:
     case Storage::kBlockWiseFp8:
-      if (vecs % 4 == 0) return row_kernels_of<Float8Lanes<4>>(0.0f, 120);
-      if (vecs % 2 == 0) return row_kernels_of<Float8Lanes<2>>(0.0f, 120);
-      if constexpr (kNarrow) return row_kernels_of<Float8Lanes<1>>(0.0f, 120);
+      if (vecs % 4 == 0) return float8_kernels<4>();
+      if (vecs % 2 == 0) return float8_kernels<2>();
+      if constexpr (kNarrow) return float8_kernels<1>();
       break;
     default:
       break;

@@ -114,14 +114,15 @@ static FASTKV_INLINE V sum_each(const V* x) {
 static FASTKV_INLINE void store_sums(float* out, const Floats* x) {
 #if defined(__AVX__) && !defined(__AVX512F__)
   // halves first: what is left then takes 128-bit instructions, half the work where 256 bits are two operations
-  for (int i = 0; i < kLanes; i += 4) {
-    __m128 halves[4];
-    for (int j = 0; j < 4; ++j) {
-      halves[j] = _mm256_castps256_ps128((__m256)x[i + j]) + _mm256_extractf128_ps((__m256)x[i + j], 1);
-    }
-    const __m128 low = _mm_unpacklo_ps(halves[0], halves[1]) + _mm_unpackhi_ps(halves[0], halves[1]);
-    const __m128 high = _mm_unpacklo_ps(halves[2], halves[3]) + _mm_unpackhi_ps(halves[2], halves[3]);
-    _mm_storeu_ps(out + i, _mm_movelh_ps(low, high) + _mm_movehl_ps(high, low));
+  __m128 halves[kLanes], pairs[kLanes / 2];
+  for (int i = 0; i < kLanes; ++i) {
+    halves[i] = _mm256_castps256_ps128((__m256)x[i]) + _mm256_extractf128_ps((__m256)x[i], 1);
+  }
+  for (int i = 0; i < kLanes / 2; ++i) {
+    pairs[i] = _mm_unpacklo_ps(halves[2 * i], halves[2 * i + 1]) + _mm_unpackhi_ps(halves[2 * i], halves[2 * i + 1]);
+  }
+  for (int i = 0; i < kLanes / 2; i += 2) {
+    _mm_storeu_ps(out + 2 * i, _mm_movelh_ps(pairs[i], pairs[i + 1]) + _mm_movehl_ps(pairs[i + 1], pairs[i]));
   }
 #else
   store(out, sum_each(x));
@@ -176,23 +177,32 @@ static FASTKV_INLINE Floats sum_of_runs(Floats x) {
   return x;
 }
 
-/// e^x for x <= 0 as 2^n * 2^r, n an integer and |r| <= 1/2; 0 below -87, NaN stays NaN. The error is 2e-7 of the result
-/// near 0, and grows by 2e-8 |x|, as that of x itself does. The polynomial is a minimax fit of 2^r (relative, 9e-8).
-static FASTKV_INLINE Floats exp_nonpositive(Floats x) {
+/// x = e^x for N vectors, x <= 0, as 2^n * 2^r, n an integer and |r| <= 1/2; 0 where n would be below the normal
+/// floats' (x < -87.7), NaN stays NaN. The error is 2e-7 of the result near 0, and grows by 2e-8 |x|, as that of x
+/// itself does. The polynomial is a minimax fit of 2^r (relative, 9e-8). Vectors take turns, operation by operation:
+/// each chain is some 50 cycles long, more than a small scheduler can look ahead.
+template <int N>
+static FASTKV_INLINE void exp_nonpositive(Floats (&x)[N]) {
   constexpr float kLog2E = 1.44269504088896341f;
-  const Floats floor = splat(-87.0f);
-  const Ints underflows = x < floor;
-  const Floats clipped = max_each(floor, x);
-  const Floats magic = splat(12582912.0f + 127.0f);  // rounds to an integer in the adder, and leaves n + 127 in its bits
-  const Floats shifted = clipped * kLog2E + magic;
-  const Floats r = clipped * kLog2E - (shifted - magic);
-  Floats y = splat(1.326472731307149e-3f);
-  y = y * r + 9.671512991189957e-3f;
-  y = y * r + 5.550733581185341e-2f;
-  y = y * r + 2.4022242426872253e-1f;
-  y = y * r + 6.931470036506653e-1f;
-  y = y * r + 1.0f;
-  return (Floats)((Ints)(y * (Floats)((Ints)shifted << 23)) & ~underflows);
+  constexpr float kPolynomial[] = {9.671512991189957e-3f, 5.550733581185341e-2f, 2.4022242426872253e-1f,
+                                   6.931470036506653e-1f, 1.0f};
+  const Floats magic =
+      splat(12582912.0f + 127.0f);  // rounds to an integer in the adder, and leaves n + 127 in its bits
+  Floats shifted[N], y[N];
+  for (int i = 0; i < N; ++i) x[i] = max_each(splat(-88.0f), x[i]);  // n = -127
+  for (int i = 0; i < N; ++i) shifted[i] = x[i] * kLog2E + magic;
+  for (int i = 0; i < N; ++i) x[i] = x[i] * kLog2E - (shifted[i] - magic);
+  for (int i = 0; i < N; ++i) y[i] = splat(1.326472731307149e-3f);
+  for (float term : kPolynomial) {
+    for (int i = 0; i < N; ++i) y[i] = y[i] * x[i] + term;
+  }
+  for (int i = 0; i < N; ++i) x[i] = y[i] * (Floats)((Ints)shifted[i] << 23);  // times 2^n, or 0
+}
+
+static FASTKV_INLINE Floats exp_nonpositive(Floats x) {
+  Floats each[] = {x};
+  exp_nonpositive(each);
+  return each[0];
 }
 
 }  // namespace fastkv::FASTKV_ISA

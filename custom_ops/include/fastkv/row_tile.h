@@ -30,8 +30,9 @@ struct RowChunk {
   int64_t begin = 0;
   int64_t count = 0;
 
+  /// A step may begin anywhere, so up to kLanes - 1 pointers past the last one are read.
   void fill_up() {
-    for (int64_t i = count; count > 0 && i < kMaxChunk + kLanes; ++i) {
+    for (int64_t i = count; count > 0 && i < count + kLanes; ++i) {
       keys[i] = keys[count - 1];
       values[i] = values[count - 1];
     }
@@ -193,9 +194,10 @@ class RowTile {
     // lanes are tiny: bring the products back into the middle of float32's range
     const int exponent = largest == 0.0f ? 0 : std::ilogb(largest);
     const int shift = exponent < -30 ? 126 : 96 - exponent;
-    for (int64_t i = 0; i < tile_.p.key.dim; ++i) {
-      q[s_.key_order[i]] *= std::ldexp(1.0f, shift - keys_.vec_unit[keys_.vec_of[i % keys_.vecs]]);
-    }
+    float up[kMaxVecs];
+    for (int v = 0; v < kMaxVecs; ++v) up[v] = std::ldexp(1.0f, shift - keys_.vec_unit[keys_.vec_of[v]]);
+    const int64_t mask = keys_.vecs - 1;  // vecs is a power of two
+    for (int64_t i = 0; i < tile_.p.key.dim; ++i) q[s_.key_order[i]] *= up[i & mask];
     s_.factor[row] = std::ldexp(1.0f, keys_.unit - shift);
     return exponent < 96;
   }
@@ -220,9 +222,11 @@ class RowTile {
   /// What finish() needs of each channel:
   /// value = (lane sum * unit - left neighbour's * carry - offset * weights) * factor.
   void plan_finish() {
+    float unit[kMaxVecs];
+    for (int v = 0; v < kMaxVecs; ++v) unit[v] = std::ldexp(1.0f, -values_.vec_unit[values_.vec_of[v]]);
     for (int64_t i = 0; i < tile_.value.dim; ++i) {
       const bool has_neighbour = values_.carry_bits != 0 && (i & (values_.vecs - 1)) != 0;
-      s_.value_unit[i] = std::ldexp(1.0f, -values_.vec_unit[values_.vec_of[i % values_.vecs]]);
+      s_.value_unit[i] = unit[i & (values_.vecs - 1)];
       s_.value_carry[i] = has_neighbour ? std::ldexp(1.0f, -values_.carry_bits) : 0.0f;
       s_.value_offset[i] = values_.offset + (value_scales_.zero_point == nullptr ? 0.0f : value_scales_.zero_point[i]);
       s_.value_factor[i] = value_scales_.scale == nullptr ? 1.0f : value_scales_.scale[i];
@@ -271,7 +275,7 @@ class RowTile {
       std::memcpy(c->key_scale + done, tile_.p.key.token_scale(block, head, offset), bytes);
       std::memcpy(c->value_scale + done, tile_.value.token_scale(block, head, offset), bytes);
     });
-    if (c->count < chunk) c->fill_up();
+    c->fill_up();
   }
 
   /// Replaces the chunk's pointers by pointers to decoded rows.

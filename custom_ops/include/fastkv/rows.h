@@ -71,6 +71,17 @@ static FASTKV_INLINE void unrolled(Body&& body) {
   }
 }
 
+/// The same for bodies that can do without constants: a loop for sanitizers, whose checks of every access would make
+/// functions that take minutes to compile.
+template <int N, typename Body>
+static FASTKV_INLINE void repeated(Body&& body) {
+#ifdef __SANITIZE_ADDRESS__
+  for (int i = 0; i < N; ++i) body(i);
+#else
+  unrolled<N>(body);
+#endif
+}
+
 /// Adds the products of one group of T keys, at byte `at` of each, with R queries.
 template <typename L, int R, typename Nan>
 static FASTKV_INLINE void score_group(const char* const* keys, int64_t at, const float* q, Floats (&sums)[kLanes],
@@ -78,14 +89,14 @@ static FASTKV_INLINE void score_group(const char* const* keys, int64_t at, const
   constexpr int T = kStep<R>;
   unrolled<L::kVecs>([&](auto v) FASTKV_INLINE_BODY {
     Floats key[T];
-    unrolled<T>([&](auto t) FASTKV_INLINE_BODY { key[t] = L::template get<v>(keys[t] + at); });
-    unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+    repeated<T>([&](auto t) FASTKV_INLINE_BODY { key[t] = L::template get<v>(keys[t] + at); });
+    repeated<R>([&](auto r) FASTKV_INLINE_BODY {
       Floats query = load(q + r * kQueryStride + v * kLanes);
       keep_in_register(query);  // or GCC loads it again for each of the T products
-      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_product(sums[r * T + t], query, key[t]); });
+      repeated<T>([&](auto t) FASTKV_INLINE_BODY { add_product(sums[r * T + t], query, key[t]); });
     });
   });
-  unrolled<T>([&](auto t) FASTKV_INLINE_BODY { nan.template look<L>(keys[t] + at); });
+  repeated<T>([&](auto t) FASTKV_INLINE_BODY { nan.template look<L>(keys[t] + at); });
 }
 
 template <typename L, int R>
@@ -100,15 +111,15 @@ static bool score_rows(const RowsJob& job) {
     const char* const* keys = job.keys + c;
     const char* const* ahead = job.ahead + c;
     Floats sums[kLanes];
-    unrolled<kLanes>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
+    repeated<kLanes>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
     const float* q = job.q;
     int64_t at = 0;
     for (; at + kLine <= bytes; at += kLine, q += kLine / L::kBytes * kFloats) {
       unrolled<kLine / L::kBytes>(
           [&](auto g) FASTKV_INLINE_BODY { score_group<L, R>(keys, at + g * L::kBytes, q + g * kFloats, sums, nan); });
-      unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+      repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
     }
-    if (at < bytes) unrolled<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+    if (at < bytes) repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
     for (; at < bytes; at += L::kBytes, q += kFloats) score_group<L, R>(keys, at, q, sums, nan);
     store_sums(scores, sums);
   }
@@ -156,10 +167,10 @@ static FASTKV_INLINE void add_position(const char* group, const float* weights, 
     value[j] = L::template get<v % L::kVecs>(group + v / L::kVecs * L::kBytes);
     if constexpr (v % L::kVecs == 0) nan.template look<L>(group + v / L::kVecs * L::kBytes);
   });
-  unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+  repeated<R>([&](auto r) FASTKV_INLINE_BODY {
     Floats weight = splat(weights[r * kStep<R>]);
     keep_in_register(weight);
-    unrolled<J>([&](auto j) FASTKV_INLINE_BODY { add_product(sums[r * J + j], weight, value[j]); });
+    repeated<J>([&](auto j) FASTKV_INLINE_BODY { add_product(sums[r * J + j], weight, value[j]); });
   });
 }
 
@@ -169,19 +180,19 @@ static FASTKV_INLINE bool add_part(const RowsJob& job, int64_t at, int64_t vec, 
   constexpr int T = kStep<R>;
   NanWatch<L::kHasNanCode && V0 == 0> nan;
   Floats sums[R * J];
-  unrolled<R * J>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
+  repeated<R * J>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
   const float* weights = job.scores;
   const char* const* rows = job.values;
   const int64_t steps = job.count / T;
   for (int64_t step = 0; step < steps; ++step, rows += T, weights += kLanes) {
-    unrolled<T>([&](auto t) FASTKV_INLINE_BODY { add_position<L, R, J, V0>(rows[t] + at, weights + t, sums, nan); });
+    repeated<T>([&](auto t) FASTKV_INLINE_BODY { add_position<L, R, J, V0>(rows[t] + at, weights + t, sums, nan); });
     fetcher.step(step);
   }
   for (const char* const* end = job.values + job.count; rows < end; ++rows, ++weights) {
     add_position<L, R, J, V0>(*rows + at, weights, sums, nan);
   }
   // summing a chunk by itself first also keeps rounding errors from growing with the context
-  unrolled<R>([&](auto r) FASTKV_INLINE_BODY {
+  repeated<R>([&](auto r) FASTKV_INLINE_BODY {
     const Floats shrink = splat(job.shrink[r]);
     float* out = job.out + r * job.out_stride + vec * kLanes;
     unrolled<J>([&](auto j)

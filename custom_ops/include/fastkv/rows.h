@@ -109,7 +109,7 @@ static bool score_rows(const RowsJob& job) {
   float* scores = job.scores;
   for (int64_t c = 0; c < job.count; c += T, scores += kLanes) {
     const char* const* keys = job.keys + c;
-    const char* const* ahead = job.ahead + c;
+    const char* ahead = job.ahead[c];  // T rows, for in a block they are neighbours
     Floats sums[kLanes];
     repeated<kLanes>([&](auto i) FASTKV_INLINE_BODY { sums[i] = splat(0.0f); });
     const float* q = job.q;
@@ -117,9 +117,9 @@ static bool score_rows(const RowsJob& job) {
     for (; at + kLine <= bytes; at += kLine, q += kLine / L::kBytes * kFloats) {
       unrolled<kLine / L::kBytes>(
           [&](auto g) FASTKV_INLINE_BODY { score_group<L, R>(keys, at + g * L::kBytes, q + g * kFloats, sums, nan); });
-      repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+      repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead + T * at + t * 64); });
     }
-    if (at < bytes) repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+    if (at < bytes) repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead + T * at + t * 64); });
     for (; at < bytes; at += L::kBytes, q += kFloats) score_group<L, R>(keys, at, q, sums, nan);
     store_sums(scores, sums);
   }

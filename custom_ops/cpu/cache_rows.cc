@@ -96,13 +96,13 @@ struct RowWriter {
     const int64_t offset = slot % cache.block_size;
     char* dst = cache.row(block, head, offset);
     // what comes next: the next head of the same tokens, or the first of those after them
-    int64_t fetch_src = rows.dim * dtype_bytes(rows.dtype), fetch_dst = cache.head_bytes();
+    const int64_t src_bytes = rows.dim * dtype_bytes(rows.dtype);
+    int64_t fetch_src = src_bytes, fetch_dst = cache.head_bytes();
     if (head + 1 == rows.heads) {
       fetch_src = next_slot < 0 ? 0 : rows.row(token + count, 0) - rows.row(token, head);
       fetch_dst = next_slot < 0 ? 0 : cache.row(next_slot / cache.block_size, 0, next_slot % cache.block_size) - dst;
     }
     float* token_scale = cache.token_scale(block, head, offset);
-    const int64_t src_bytes = rows.dim * dtype_bytes(rows.dtype);
     const bool is_plain = cache.quant.storage == Storage::kNone;
     const EncodeRows* encode = table.encode_rows[static_cast<int>(cache.quant.storage)];
     const RowScales by = scales.of_head(head);
@@ -142,14 +142,14 @@ constexpr int64_t kWriteTokens = 16;
 // overwritten.
 constexpr int64_t kStreamedElements = 1 << 20;
 
-/// Reads rows of one head into out, for slots[i] and those after it that lie beside it in its block, up to `end`;
-/// returns how many slots it did.
+/// How rows of one tensor get out of its cache.
 struct Gatherer {
   const CacheView& cache;
   const EncodeScales& scales;
   DecodeRows decode;
   float* out;
 
+  /// Reads slots[i] and those after it that lie beside it in its block, up to `end`; returns how many.
   int64_t read_run(const int64_t* slots, int64_t i, int64_t end) const {
     const int64_t block = slots[i] / cache.block_size, offset = slots[i] % cache.block_size;
     const int64_t count = run_length(slots, i, end, cache.block_size);

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from helpers.tier_world import counts, text, world
+from helpers.tier_world import TierWorld, counts, text, world
 
 from fastkv.core.spec import Level
 from fastkv.core.transfers import TransferAck, TransferFailure
 from fastkv.errors import InvariantError, RequestError
+
+
+def load_under_way(**options: object) -> TierWorld:
+    """Request "c" is being given what "a" computed and "b" has pushed out to the host."""
+    one = world(num_device=4, num_host=8, **options)  # type: ignore[arg-type]
+    one.run("a", text(1, 3))
+    one.run("b", text(2, 3))
+    one.open("c", text(1, 3))
+    assert one.start("c")
+    return one
+
 
 # -- in flight ----------------------------------------------------------------------------------------------------
 
@@ -36,11 +47,7 @@ def test_in_flight_offload_survives_release_eviction_and_reset() -> None:
 
 
 def test_in_flight_load_outlives_its_request_and_keeps_its_blocks() -> None:
-    one = world(num_device=4, num_host=8)
-    one.run("a", text(1, 3))
-    one.run("b", text(2, 3))
-    one.open("c", text(1, 3))
-    assert one.start("c")
+    one = load_under_way()
     table = one.manager.block_table("c").tolist()
     one.release("c")  # aborted while its blocks are being written
     one.open("d", text(3, 0))
@@ -59,11 +66,7 @@ def test_in_flight_load_outlives_its_request_and_keeps_its_blocks() -> None:
 
 
 def test_publish_before_a_load_has_landed_is_refused() -> None:
-    one = world(num_device=4, num_host=8)
-    one.run("a", text(1, 3))
-    one.run("b", text(2, 3))
-    one.open("c", text(1, 3))
-    assert one.start("c")
+    one = load_under_way()
     with pytest.raises(RequestError, match="waits for blocks from the host"):
         one.manager.publish("c", 13)
     with pytest.raises(RequestError, match="being loaded already"):
@@ -92,11 +95,7 @@ def test_load_without_room_for_it_is_refused() -> None:
 
 def test_failed_load_recomputes_and_the_host_copy_is_still_there() -> None:
     """Kind "failed load": the request computes from the last good block; the books are as if nothing had been asked."""
-    one = world(num_device=4, num_host=8)
-    one.run("a", text(1, 3))
-    one.run("b", text(2, 3))
-    one.open("c", text(1, 3))
-    assert one.start("c")
+    one = load_under_way()
     one.carry_out(0, fail_at=1)
     assert not one.finish("c")
     assert counts(one, Level.HOST) == (2, 6, 0)
@@ -141,11 +140,7 @@ def test_one_rank_that_fails_fails_the_plan_for_all(culprit: int) -> None:
 
 
 def test_rank_that_stalls_fails_the_plan_at_its_deadline_and_keeps_the_blocks_until_it_answers() -> None:
-    one = world(num_device=4, num_host=8, num_ranks=2, transfer_timeout_s=3.0)
-    one.run("a", text(1, 3))
-    one.run("b", text(2, 3))
-    one.open("c", text(1, 3))
-    assert one.start("c")
+    one = load_under_way(num_ranks=2, transfer_timeout_s=3.0)
     one.carry_out(0)
     one.now += 3
     one.tiers.expire()

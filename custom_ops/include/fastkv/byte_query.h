@@ -20,7 +20,7 @@ inline constexpr int64_t kDotBytes = 64;  // stored bytes a group
 inline constexpr int kQueryBound = 127 * 256 + 127;
 
 /// Floats of room for one row's query as bytes, whatever the codes: two bytes a channel of whole groups.
-static FASTKV_INLINE int64_t byte_query_floats(int64_t dim) { return round_up(dim, 2 * kDotBytes) * 2 / 4; }
+static FASTKV_INLINE constexpr int64_t byte_query_floats(int64_t dim) { return round_up(dim, 2 * kDotBytes) * 2 / 4; }
 
 struct ByteQuery {
   float step;

@@ -14,16 +14,6 @@
 
 namespace fastkv::FASTKV_ISA {
 
-// Not std::min and std::max, of which the linker might keep the copy compiled for the newest CPU.
-template <typename T>
-static FASTKV_INLINE T smaller(T a, T b) {
-  return b < a ? b : a;
-}
-template <typename T>
-static FASTKV_INLINE T larger(T a, T b) {
-  return a < b ? b : a;
-}
-
 // Elements of a step.
 #ifdef __AVX2__
 constexpr int64_t kEncodeStep = 32;

@@ -13,6 +13,7 @@
 namespace fastkv::FASTKV_ISA {
 
 inline constexpr int64_t kMaxChunk = 128;
+static_assert(byte_query_floats(kMaxKeyDim) <= kQueryStride, "a query as bytes takes the place of one in floats");
 
 /// Positions a chunk: keys and values of a quarter to a half of a small first-level cache each (32 KiB). Measured: more
 /// costs long rows, that wait for memory, and less costs short ones, that have work to do for every chunk.
@@ -330,7 +331,7 @@ class RowTile {
     job.out = s_.out + row * s_.dv;
     job.out_stride = s_.dv;
     job.shrink = s_.shrink;
-    bool has_nan_code = keys_.score[rows - 1](job);
+    const bool key_has_nan = keys_.score[rows - 1](job);
 
     const bool has_token_scale = direct_ && tile_.p.key.quant.token_scale != nullptr;
     const FoldTerms terms{s_.factor + row, s_.constant + row, c.key_scale + low, c.value_scale + low,
@@ -341,8 +342,7 @@ class RowTile {
     job.ahead = next.keys;
     job.ahead_count = fetches ? next.count : 0;
     job.ahead_lines = (tile_.p.key.row_bytes + 63) / 64;
-    has_nan_code |= values_.add[rows - 1](job);
-    return has_nan_code;
+    return values_.add[rows - 1](job) || key_has_nan;
   }
 
   /// Undoes the values' folding and order, and hands the row over.

@@ -4,12 +4,23 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 // Never an out-of-line copy: sources for several instruction sets share these headers, and the linker would keep any
 // one of the copies.
 #define FASTKV_INLINE inline __attribute__((always_inline))
 
 namespace fastkv {
+
+// Not std::min and std::max, of which the linker might keep the copy compiled for the newest CPU.
+template <typename A, typename B>
+FASTKV_INLINE constexpr std::common_type_t<A, B> smaller(A a, B b) {
+  return b < a ? b : a;
+}
+template <typename A, typename B>
+FASTKV_INLINE constexpr std::common_type_t<A, B> larger(A a, B b) {
+  return a < b ? b : a;
+}
 
 /// dtype that the model computes in, and that unquantised caches are stored in.
 enum class ModelDtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };

@@ -29,9 +29,7 @@ typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), may_alias,
 static FASTKV_INLINE Floats load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
 static FASTKV_INLINE void store(float* p, Floats x) { *reinterpret_cast<UnalignedFloats*>(p) = x; }
 static FASTKV_INLINE Floats splat(float x) { return x - Floats{}; }  // x + 0 would lose the sign of -0
-static FASTKV_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-static FASTKV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static FASTKV_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static FASTKV_INLINE constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 static FASTKV_INLINE float minus_infinity() { return -__builtin_inff(); }
 
 /// sum += x * y. As text where there is an instruction for it: GCC 12 copies sums from register to register, and to the

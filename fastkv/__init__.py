@@ -1,6 +1,7 @@
 """fastkv: a KV-cache manager for PaddlePaddle LLM inference.
 
-Importing this package does not import paddle; the names of the worker side are loaded when they are first used.
+Every public name is loaded when it is first used: `import fastkv` costs nothing, and only the names of the worker side
+import paddle.
 """
 
 from __future__ import annotations
@@ -8,23 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastkv.config import Config, load_config, parse_config
-from fastkv.core.digest import Identity
-from fastkv.core.dtype import KVCacheQuantType, resolve_cache_dtype
-from fastkv.core.spec import CacheSpec
-from fastkv.errors import (
-    ConfigError,
-    FastKVError,
-    InvariantError,
-    OutOfBlocksError,
-    RequestError,
-    StorageError,
-    TransferError,
-    WorkerError,
-)
-from fastkv.scheduler.manager import CacheManager
-
 if TYPE_CHECKING:
+    from fastkv.config import Config, load_config, parse_config
+    from fastkv.core.digest import Identity
+    from fastkv.core.dtype import KVCacheQuantType, resolve_cache_dtype
+    from fastkv.core.spec import CacheSpec
+    from fastkv.errors import (
+        ConfigError,
+        FastKVError,
+        InvariantError,
+        OutOfBlocksError,
+        RequestError,
+        StorageError,
+        TransferError,
+        WorkerError,
+    )
+    from fastkv.scheduler.manager import CacheManager
     from fastkv.worker.controller import CacheController
     from fastkv.worker.runner_cache import RunnerCache
     from fastkv.worker.static_scales import load_static_scales
@@ -53,14 +53,24 @@ __all__ = [
     "resolve_cache_dtype",
 ]
 
-_NEEDS_PADDLE = {
-    "CacheController": "fastkv.worker.controller",
-    "RunnerCache": "fastkv.worker.runner_cache",
-    "load_static_scales": "fastkv.worker.static_scales",
+_MODULES = {
+    "fastkv.config": ("Config", "load_config", "parse_config"),
+    "fastkv.core.digest": ("Identity",),
+    "fastkv.core.dtype": ("KVCacheQuantType", "resolve_cache_dtype"),
+    "fastkv.core.spec": ("CacheSpec",),
+    "fastkv.scheduler.manager": ("CacheManager",),
+    "fastkv.worker.controller": ("CacheController",),
+    "fastkv.worker.runner_cache": ("RunnerCache",),
+    "fastkv.worker.static_scales": ("load_static_scales",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_PADDLE:
-        return getattr(importlib.import_module(_NEEDS_PADDLE[name]), name)
+    if name in __all__:
+        return getattr(importlib.import_module(_HOMES.get(name, "fastkv.errors")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,8 @@
 """fastkv: the command line. Dispatches to one module a command.
 
 The user's own mistakes end with one sentence on stderr and exit code 1 (2 for a bad command line), never with a
-traceback. Paddle is imported by the commands that need it, after the runtime environment is prepared.
+traceback. Paddle is imported by the commands that need it, after the runtime environment is prepared. The commands
+themselves are imported inside `main`, so that Ctrl-C in the half second which that takes is no traceback either.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from fastkv import FastKVError, __version__
-from fastkv.cli import cache, calibrate, generate, plan, replay
-from fastkv.cli import eval as evaluate
-
-COMMANDS = (generate, plan, calibrate, evaluate, replay, cache)
+from fastkv import __version__
+from fastkv.engine.runtime_env import held_signals
+from fastkv.errors import FastKVError
 
 _EXTRAS = {"paddle": "cpu", "gguf": "demo", "tokenizers": "demo"}
 """Python package -> the extra of fastkv that brings it."""
@@ -31,22 +30,27 @@ class _Terminated(BaseException):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    from fastkv.cli import cache, calibrate, generate, plan, replay
+    from fastkv.cli import eval as evaluate
+
     parser = argparse.ArgumentParser(
         prog="fastkv", description="KV-cache manager for PaddlePaddle LLM inference: plan, run and inspect caches."
     )
     parser.add_argument("--version", action="version", version=f"fastkv {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in (generate, plan, calibrate, evaluate, replay, cache):
         command.add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
-    args = build_parser().parse_args(argv)
     before = signal.getsignal(signal.SIGTERM)
     _set_sigterm(_end_in_order)
     try:
+        with held_signals():
+            parser = build_parser()
+        args = parser.parse_args(argv)
         code = int(args.run(args))
         sys.stdout.flush()
         return code

@@ -78,7 +78,7 @@ def quiet_paddle_import() -> Iterator[None]:
     real_stderr, caught = sys.stderr, io.StringIO()
     sys.stderr = caught
     try:
-        with warnings.catch_warnings(), _held_signals():
+        with warnings.catch_warnings(), held_signals():
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
     finally:
@@ -89,10 +89,10 @@ def quiet_paddle_import() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held_signals() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from the import, and the import from them.
+def held_signals() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from the imports inside, and the imports from them; one that came is raised at the end.
 
-    An interrupt in the middle of it would come out as "ImportError: initialization failed"; and Paddle catches SIGTERM,
+    An interrupt in the middle of one can come out as "ImportError: initialization failed"; and Paddle catches SIGTERM,
     for ever, to print a C++ trace among the program's output. Whoever had the signals before has them afterwards.
     """
     if threading.current_thread() is not threading.main_thread():  # others hear of no signals

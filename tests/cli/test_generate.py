@@ -84,6 +84,22 @@ def test_generate_ended_by_a_signal_closes_and_leaves_no_worker_behind(number: i
     _wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
+@pytest.mark.parametrize("module", ["numpy", "fastkv.cli.plan", "rich.table"])
+def test_command_interrupted_while_it_is_imported_says_so_without_a_traceback(module: str) -> None:
+    """Ctrl-C in the first half second hit the imports, and came out as a traceback through somebody's library."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from fastkv.cli.main import main\n"
+        f"sys.exit(main(['plan', {str(SMOLLM2)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastkv: interrupted\n")
+
+
 def _wait_for(condition: Any, timeout_s: float = 120.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastkv import __version__
-from fastkv.engine.runtime_env import held_signals
+from fastkv.engine.interrupts import held_signals
 from fastkv.errors import FastKVError
 
 _EXTRAS = {"paddle": "cpu", "gguf": "demo", "tokenizers": "demo"}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from fastkv import CacheManager, Config
 from fastkv.core.messages import AnyMessage, Done, PollResult, ResetCache, SetWeightsVersion, Sleep, Wake, WorkerReady
 from fastkv.engine.batcher import Batcher
+from fastkv.engine.interrupts import interruptible
 from fastkv.errors import InvariantError, RequestError
 from fastkv.scheduler.tier_options import TierOptions, WritePolicy
 from fastkv.scheduler.tiers import TierManager
@@ -94,6 +95,8 @@ class Levels:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
+            with interruptible():
+                pass
             self.poll(batcher, min(left_s, _POLL_S))
         return True
 

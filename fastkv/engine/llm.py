@@ -19,6 +19,7 @@ from fastkv.config import KVEventsConfig
 from fastkv.core.digest import as_token_array
 from fastkv.core.messages import Poll, SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
+from fastkv.engine.interrupts import held_signals, interruptible
 from fastkv.engine.levels import Levels, Moved
 from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.sampler import check_sampling
@@ -132,8 +133,7 @@ class LLM:
     def __init__(self, config: Config, worker: str = "inline") -> None:
         if worker not in TRANSPORTS:
             raise ConfigError(f"unknown worker {worker!r}; allowed: {', '.join(TRANSPORTS)}")
-        self.config = config
-        self.worker_kind = worker
+        self.config, self.worker_kind = config, worker
         self._tokenizer: Tokenizer | None = None
         with contextlib.ExitStack() as undo:
             self._transport: WorkerTransport = TRANSPORTS[worker](config)
@@ -166,6 +166,7 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @held_signals()
     def close(self) -> None:
         """Store what is on its way to storage, free the worker's memory and end its process. Legal twice.
 
@@ -193,6 +194,7 @@ class LLM:
             raise ConfigError("KV events are not recorded; add a kv_events section (it may be empty: {}) to the config")
         return self._events.subscribe(callback)
 
+    @held_signals()
     def reset_prefix_cache(self) -> None:
         """Forget everything that the device and the host hold, and zero it. What storage has is found again.
 
@@ -202,6 +204,7 @@ class LLM:
         self._levels.reset(self._batcher)
         self._flush_events()
 
+    @held_signals()
     def set_weights_version(self, version: str) -> None:
         """Say that the model's weights changed: nothing that was cached before is found again, at any level.
 
@@ -214,6 +217,7 @@ class LLM:
         finally:
             self._flush_events()
 
+    @held_signals()
     def sleep(self, *, release_host: bool = False) -> None:
         """Give the device caches' memory back to the system until `wake`, and with release_host the host cache's.
 
@@ -225,6 +229,7 @@ class LLM:
         self._levels.sleep(self._batcher, release_host=release_host)
         self._flush_events()
 
+    @held_signals()
     def wake(self) -> None:
         """Take the memory again after `sleep`."""
         self._levels.wake(self._batcher)
@@ -244,6 +249,7 @@ class LLM:
             self._tokenizer = load_tokenizer(self.config)
         return self._tokenizer
 
+    @held_signals()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -254,7 +260,7 @@ class LLM:
         on_text: Callable[[int, str], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Generation:
-        """Complete prompts, all of them in one continuous batch.
+        """Complete prompts, all of them in one continuous batch. Ctrl-C ends it and leaves the engine usable.
 
         Args:
             prompts: texts, or lists of token ids.
@@ -279,13 +285,14 @@ class LLM:
                 self._batcher.add(request)
             while self._batcher.has_work:
                 events = self._step(meter)
-                if on_text:
-                    for event in events:
-                        i = index[event.request.request_id]
-                        text = streams[i].feed(event.token) if event.token >= 0 else ""
-                        on_text(i, text + (streams[i].finish() if event.is_last else ""))
-                if on_progress:
-                    on_progress(sum(bool(r.finish_reason) for r in requests), sum(len(r.output) for r in requests))
+                with interruptible():
+                    if on_text:
+                        for event in events:
+                            i = index[event.request.request_id]
+                            text = streams[i].feed(event.token) if event.token >= 0 else ""
+                            on_text(i, text + (streams[i].finish() if event.is_last else ""))
+                    if on_progress:
+                        on_progress(sum(bool(r.finish_reason) for r in requests), sum(len(r.output) for r in requests))
         except BaseException:
             self._batcher.discard_step()
             for request in requests:
@@ -339,8 +346,7 @@ class LLM:
             self._levels.apply(self._batcher, self._transport.call(plan))
             self._flush_events()
             return []
-        stats = self.manager.stats()
-        meter.peak_blocks = max(meter.peak_blocks, stats.held)
+        meter.peak_blocks = max(meter.peak_blocks, self.manager.stats().held)
         result = self._transport.call(plan)
         if not isinstance(result, StepResult) or result.plan_id != plan.plan_id:
             raise InvariantError(f"step {plan.plan_id} was answered with {result!r}")
@@ -383,13 +389,12 @@ def _open_events(config: KVEventsConfig, manager: CacheManager) -> EventStream:
     """The manager's events, on their way to the configured sockets. Raises ConfigError."""
     publishers: list[Publisher] = []
     if config.endpoint is not None:
-        publishers.append(
-            ZmqPublisher(
-                config.endpoint,
-                replay_endpoint=config.replay_endpoint,
-                topic=config.topic,
-                shape=config.shape,
-                int_hashes=config.int_hashes,
-            )
+        publisher = ZmqPublisher(
+            config.endpoint,
+            replay_endpoint=config.replay_endpoint,
+            topic=config.topic,
+            shape=config.shape,
+            int_hashes=config.int_hashes,
         )
+        publishers.append(publisher)
     return EventStream(manager.take_events, publishers)

@@ -13,12 +13,12 @@ import contextlib
 import io
 import logging
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+from fastkv.engine.interrupts import held_signals
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def quiet_paddle_import() -> Iterator[None]:
     """Hide the two notices Paddle prints to stderr at import when OMP_NUM_THREADS > 1, and one about ccache.
 
     Use as `with quiet_paddle_import(): import paddle`. Everything else printed meanwhile is passed on, also when
-    the import fails. Ctrl-C and SIGTERM wait until it is over.
+    the import fails. Ctrl-C and SIGTERM wait until it is over: in the middle an interrupt comes out as "ImportError:
+    initialization failed", and Paddle catches SIGTERM, for ever, to print a C++ trace among the program's output.
     """
     real_stderr, caught = sys.stderr, io.StringIO()
     sys.stderr = caught
@@ -86,27 +87,3 @@ def quiet_paddle_import() -> Iterator[None]:
         for line in caught.getvalue().splitlines(keepends=True):
             if not line.startswith(_START_NOTICES):
                 real_stderr.write(line)
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from the imports inside, and the imports from them; one that came is raised at the end.
-
-    An interrupt in the middle of one can come out as "ImportError: initialization failed"; and Paddle catches SIGTERM,
-    for ever, to print a C++ trace among the program's output. Whoever had the signals before has them afterwards.
-    """
-    if threading.current_thread() is not threading.main_thread():  # others hear of no signals
-        yield
-        return
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if came:
-            signal.raise_signal(came[0])

@@ -29,6 +29,7 @@ from fastkv.core.messages import (
     encode,
 )
 from fastkv.core.transfers import TransferAck
+from fastkv.engine.interrupts import interruptible
 from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
 from fastkv.errors import (
     ConfigError,
@@ -215,7 +216,8 @@ class ProcessWorker:
     def _wait(self, end_s: float | None) -> bool:
         """Whether a message arrives by then (None: for ever). An interrupt comes here, where nothing is read yet."""
         try:
-            return self._connection.poll(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            with interruptible():
+                return self._connection.poll(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except OSError:
             raise self._died() from None
 

@@ -36,6 +36,7 @@ from fastkv.core.messages import (
     unpack,
 )
 from fastkv.core.transfers import TransferAck
+from fastkv.engine.interrupts import interruptible
 from fastkv.engine.model import AnyAttend, CausalModel, load_model
 from fastkv.engine.sampler import sample_rows
 from fastkv.engine.tier_worker import TierWorker
@@ -151,7 +152,8 @@ class ModelWorker:
         # First of all: whatever fails later, these copies are under way and will be acknowledged.
         loads = self._tier_worker().start(plan.transfers, plan.loads) if plan.transfers else []
         try:
-            tokens = self._forward(plan, loads)
+            with interruptible():  # nothing is half done: the caches are written again when the step is
+                tokens = self._forward(plan, loads)
         except TransferError as error:
             log.warning("step %d is discarded: %s", plan.plan_id, error)
             return StepResult(plan.plan_id, b"", time.perf_counter() - start, self._acks(), is_discarded=True)

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM where they can do no harm.
+
+Python raises an interrupt between any two instructions of the main thread: between taking a plan and sending it, or
+between reading an acknowledgement and booking it, where the blocks that it is about would stay in use for ever. So
+whoever has books to keep holds the signals, and lets them in where nothing is half done: while it waits or computes.
+
+    with held_signals():            # what comes meanwhile is raised at the end ...
+        ...
+        with interruptible():       # ... or here
+            ...
+
+Called by the engine, the command line and the import of Paddle. Does nothing in other threads: Python interrupts the
+main thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Hold:
+    """Signals that are held, and who gets them in the end."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._came: list[int] = []
+
+    def begin(self) -> None:
+        """Note signals from now on; those that are ignored stay so."""
+        for number, handler in self._before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._came.append(number))
+
+    def end(self) -> None:
+        """Give the signals back to whoever had them, and raise the first that came."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        came, self._came = self._came, []
+        if came:
+            signal.raise_signal(came[0])
+
+
+_innermost: _Hold | None = None
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from what is inside, and what is inside from them; one that came is raised at the end."""
+    global _innermost
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer, _innermost = _innermost, _Hold()
+    try:
+        _innermost.begin()
+        yield
+    finally:
+        hold, _innermost = _innermost, outer
+        hold.end()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside `held_signals`: signals may come here. Elsewhere they may anyway."""
+    hold = _innermost
+    if hold is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        hold.end()
+        yield
+    finally:
+        hold.begin()

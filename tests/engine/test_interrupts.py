@@ -1,0 +1,108 @@
+"""Ctrl-C at the worst moment: the call ends, and the engine goes on as if it had not been asked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from helpers.tier_engine import run_rounds, small
+
+from fastkv.engine.batcher import Batcher
+from fastkv.engine.interrupts import held_signals, interruptible
+from fastkv.engine.llm import LLM
+from fastkv.scheduler.tiers import TierManager
+from fastkv.worker.copy_engine import CopyEngine
+
+
+@pytest.mark.parametrize(
+    ("worker", "owner", "name"),
+    [
+        ("inline", Batcher, "plan"),
+        ("inline", TierManager, "take_plans"),
+        ("inline", CopyEngine, "submit"),
+        ("inline", CopyEngine, "take_acks"),
+        ("process", TierManager, "take_plans"),
+        ("process", Connection, "send_bytes"),
+        ("process", Connection, "recv_bytes"),
+    ],
+)
+def test_engine_interrupted_right_after_a_call_goes_on_as_before(
+    monkeypatch: pytest.MonkeyPatch, worker: str, owner: Any, name: str
+) -> None:
+    """A plan that was taken and not sent, or an acknowledgement that was read and not booked, kept its blocks for ever:
+    "no request can run". A message that was cut cost the worker process."""
+    real = getattr(owner, name)
+    with LLM(small("write_through"), worker) as llm:
+        want = run_rounds(llm)[0]
+        for interrupt_at in (1, 2, 4):
+            calls = 0
+
+            def interrupted(*args: Any, interrupt_at: int = interrupt_at) -> Any:
+                nonlocal calls
+                calls += 1
+                result = real(*args)
+                if calls == interrupt_at:
+                    signal.raise_signal(signal.SIGINT)
+                return result
+
+            monkeypatch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run_rounds(llm)
+            monkeypatch.setattr(owner, name, real)
+            llm.manager.check_integrity()
+            assert llm.manager.stats().open_requests == 0
+            assert llm._levels.settle(llm._batcher, 10)
+            assert llm.manager.stats().held == 0
+        assert run_rounds(llm)[0] == want
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """SIGINTs that reach whoever had the signal before."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGINT, before)
+
+
+def test_held_signal_comes_at_the_next_interruptible_place_or_at_the_end(heard: list[int]) -> None:
+    with held_signals():
+        signal.raise_signal(signal.SIGINT)
+        assert not heard
+        with interruptible():
+            assert len(heard) == 1
+            signal.raise_signal(signal.SIGINT)
+            assert len(heard) == 2
+        with held_signals():
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # of several that wait, one is raised
+        assert len(heard) == 2
+    assert len(heard) == 3
+    signal.raise_signal(signal.SIGINT)
+    assert len(heard) == 4
+
+
+def test_held_signal_that_is_ignored_stays_ignored(heard: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_signals(), interruptible():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_hold_in_another_thread_leaves_signals_alone(heard: list[int]) -> None:
+    def work() -> None:
+        with held_signals(), interruptible():
+            done.append(True)
+
+    done: list[bool] = []
+    thread = threading.Thread(target=work)
+    with held_signals():
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGINT)
+        assert not heard
+    assert (len(heard), done) == (1, [True])

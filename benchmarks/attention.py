@@ -8,6 +8,8 @@
     write_{type}                       quantise (from bfloat16) and scatter 2048 tokens
     gather_{type}                      dequantise 2048 tokens of scattered blocks to float32, into given tensors
     copy_blocks_{type}                 copy 32 blocks
+    record_gather_{type}               blocks of 28 layers to host records; record_scatter_{type}, record_floor_{type}:
+                                       back, and a plain loop of streaming stores (record_rows.py)
     speedup_{type}                     decode of 8 requests at 16k beside our own bfloat16; bound 1.0
     paddle_..., torch_...              the same shapes in Paddle and in torch, where a kernel exists and is installed
 
@@ -36,6 +38,7 @@ import attention_peers as peers  # noqa: E402 - Paddle must be imported after pr
 import numpy as np  # noqa: E402
 from attention_cases import BLOCK_SIZE, GQA, MLA, MODEL_DTYPES, Layers, Shape, make_batch, random_rows  # noqa: E402
 from floor.attention_floor import AttentionFloor  # noqa: E402
+from record_rows import measure_records  # noqa: E402
 
 from fastkv.ops import append_attention, copy_blocks, gather_cache, mla_append_attention, write_cache  # noqa: E402
 
@@ -47,6 +50,15 @@ TYPES = (
 )
 MLA_TYPES = ("f32", "bf16", "f16", "float8_e4m3fn")
 QUICK_TYPES = ("f32", "bf16", "int8", "block_wise_fp8", "int4_zp")
+RECORD_TYPES = (
+    "f32",
+    "bf16",
+    "int8",
+    "int8_token",
+    "int4_zp",
+    "bf16_tp8",
+    "int8_token_tp8",
+)  # sizes, whatever they hold
 MOVED_TOKENS = 2048
 MOVED_BLOCKS = 32
 TARGETS = {"f32": 0.8, "bf16": 0.8, "f16": 0.8, "int8": 0.6, "block_wise_fp8": 0.6, "int4_zp": 0.55}
@@ -225,6 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if any(args.only in f"{kind}_{name}" for kind in ("write", "gather", "copy_blocks")):
             progress(f"measuring moves of {name}")
             rows += [row for row in measure_moves(name, floor, budget_s) if args.only in row.name]
+    for name in ("bf16", "int8_token") if args.quick else RECORD_TYPES:
+        if any(args.only in f"record_{way}_{name}" for way in ("gather", "scatter", "floor")):
+            progress(f"measuring records of {name}")
+            rows += [row for row in measure_records(name, budget_s) if args.only in row.name]
     for name in SPEEDUPS:
         if args.only in f"speedup_{name}":
             progress(f"measuring the speed-up of {name}")

@@ -65,9 +65,9 @@ Status copy_blocks(const BlocksView* tensors, int64_t num_tensors, const int64_t
 #pragma omp parallel if (bytes >= kParallelBytes)
   {
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < pieces; ++i) {
-      const BlocksView& tensor = tensors[i / num_copies];
-      const int64_t pair = i % num_copies;
+    for (int64_t i = 0; i < pieces; ++i) {  // pair after pair: a thread that had all the scales would have little to do
+      const BlocksView& tensor = tensors[i % num_tensors];
+      const int64_t pair = i / num_tensors;
       copy(tensor.data + dst_ids[pair] * tensor.block_bytes, tensor.data + src_ids[pair] * tensor.block_bytes,
            tensor.block_bytes);
     }

@@ -30,6 +30,10 @@ using ll = long long;
 constexpr int64_t kParallelBytes = 256 << 10;
 // Work that a thread takes at a time.
 constexpr int64_t kChunkBytes = 128 << 10;
+// How far ahead the beginnings of units are fetched, where no copy of the unit before leads to: past small ones
+// (scales) to the next large one. Records of 8 KiB parts and their scales were gathered 10 % slower without; 512 bytes
+// gave half.
+constexpr int64_t kFetchedUnits = 2, kFetchedBytes = 2048;
 constexpr int kMaxThreads = 256;
 // How often a thread looks before it sleeps: some 150 us, so that the pieces of one plan meet a thread that is awake.
 // On a virtual machine a core that sleeps takes 0.3 to 2 ms to come back, and Linux does not count on it: a thread that
@@ -89,7 +93,12 @@ class Job {
       Group& group = groups_[g];
       const int64_t begin = (chunk - group.first_chunk) * group.chunk_units;
       const int64_t end = std::min(begin + group.chunk_units, group.num_units);
-      for (int64_t unit = begin; unit < end; ++unit) copy_unit(group, unit);
+      fetch(group, begin, std::min(begin + kFetchedUnits, end));
+      for (int64_t unit = begin; unit < end; ++unit) {
+        fetch(group, unit + kFetchedUnits, std::min(unit + kFetchedUnits + 1, end));
+        const Piece piece = locate(group, unit);
+        copy_(piece.to, piece.from, piece.bytes);
+      }
       finish_stores();
       group.left.fetch_sub(end - begin, std::memory_order_release);
       if (is_caller) tell();
@@ -109,15 +118,26 @@ class Job {
     std::atomic<int64_t> left;  // units that have not landed
   };
 
-  void copy_unit(const Group& group, int64_t unit) const {
+  struct Piece {
+    char* to;
+    const char* from;
+    int64_t bytes;
+  };
+
+  Piece locate(const Group& group, int64_t unit) const {
     const RecordPart& part = parts_[group.first_part + unit % group.num_parts];
     const int64_t pair = unit / group.num_parts;
     char* device = part.device + static_cast<int64_t>(device_ids_[pair]) * part.block_stride;
     char* host = records_.data + static_cast<int64_t>(record_ids_[pair]) * records_.stride + part.offset;
-    if (direction_ == RecordDirection::kToHost)
-      copy_(host, device, part.bytes);
-    else
-      copy_(device, host, part.bytes);
+    return direction_ == RecordDirection::kToHost ? Piece{host, device, part.bytes} : Piece{device, host, part.bytes};
+  }
+
+  /// Start reading the beginnings of these units.
+  void fetch(const Group& group, int64_t begin, int64_t end) const {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const Piece piece = locate(group, unit);
+      for (int64_t i = 0; i < std::min(piece.bytes, kFetchedBytes); i += 64) __builtin_prefetch(piece.from + i);
+    }
   }
 
   const RecordPart* parts_;

@@ -38,18 +38,23 @@ void copy_stream_sse2(char* dst, const char* src, int64_t n) {
   std::memcpy(dst + i, src + i, static_cast<size_t>(n - i));
 }
 
+__attribute__((target("avx2"), always_inline)) inline void stream_line(char* dst, const char* src) {
+  const auto* from = reinterpret_cast<const __m256i*>(src);
+  auto* to = reinterpret_cast<__m256i*>(dst);
+  const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+  _mm256_stream_si256(to, a);
+  _mm256_stream_si256(to + 1, b);
+}
+
 __attribute__((target("avx2"))) void copy_stream_avx2(char* dst, const char* src, int64_t n) {
-  const int64_t head = head_bytes(dst, n);
-  std::memcpy(dst, src, static_cast<size_t>(head));
-  int64_t i = head;
-  for (; i + kLine <= n; i += kLine) {
-    const auto* from = reinterpret_cast<const __m256i*>(src + i);
-    auto* to = reinterpret_cast<__m256i*>(dst + i);
-    _mm_prefetch(src + i + 512, _MM_HINT_NTA);
-    const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
-    _mm256_stream_si256(to, a);
-    _mm256_stream_si256(to + 1, b);
+  constexpr int64_t kAhead = 512;
+  int64_t i = head_bytes(dst, n);
+  std::memcpy(dst, src, static_cast<size_t>(i));
+  for (; i + kAhead < n; i += kLine) {  // what lies past the end is somebody else's, and seldom read next
+    _mm_prefetch(src + i + kAhead, _MM_HINT_NTA);
+    stream_line(dst + i, src + i);
   }
+  for (; i + kLine <= n; i += kLine) stream_line(dst + i, src + i);
   std::memcpy(dst + i, src + i, static_cast<size_t>(n - i));
 }
 #else

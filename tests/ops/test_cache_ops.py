@@ -157,12 +157,13 @@ def test_copy_blocks_moves_bytes_of_any_dtype(rng: np.random.Generator, isa: str
 
 
 def test_copy_blocks_of_many_bytes_runs_in_parallel(rng: np.random.Generator, isa: str) -> None:
-    array = rng.integers(0, 256, (40, 2, 16, 257), dtype=np.uint8)
-    tensor = to_paddle(array)
+    arrays = [rng.integers(0, 256, (40, *shape), dtype=np.uint8) for shape in ((2, 16, 257), (3, 5), (2, 16, 64))]
+    tensors = [to_paddle(array) for array in arrays]
     ids = rng.permutation(40)
-    copy_blocks([tensor], to_paddle(ids[:20]), to_paddle(ids[20:]))
-    ref.copy_blocks([array], ids[:20], ids[20:])
-    np.testing.assert_array_equal(tensor.numpy(), array)
+    copy_blocks(tensors, to_paddle(ids[:20]), to_paddle(ids[20:]))
+    ref.copy_blocks(arrays, ids[:20], ids[20:])
+    for tensor, array in zip(tensors, arrays, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
 
 
 def test_copy_of_nothing_changes_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -98,6 +99,64 @@ def test_copier_equals_the_naive_copy_for_every_layer_range(
     finally:
         force_isa("best")
         copier.close()
+
+
+@pytest.mark.parametrize("isa", ["portable", "best"])
+@pytest.mark.parametrize("direction", Direction)
+def test_copier_pieces_of_any_size_at_any_address_move_alone(isa: str, direction: Direction) -> None:
+    """Sizes around a line and around both distances of fetching, at addresses that no line starts at."""
+    sizes = [1, 15, 63, 64, 65, 511, 512, 513, 575, 577, 639, 2047, 2048, 2049, 5000]
+    rng, blocks, records, gap = np.random.default_rng(4), 7, 5, 13
+    stride = sum(sizes) + gap * len(sizes)
+    device = rng.integers(0, 256, (len(sizes), blocks * (max(sizes) + gap)), dtype=np.uint8)
+    host = rng.integers(0, 256, (records, stride), dtype=np.uint8)
+    want_device, want_host = device.copy(), host.copy()
+    device_ids, host_ids = np.array([6, 0, 3], np.int32), np.array([1, 4, 2], np.int32)
+    offset, table = 0, np.empty((len(sizes), 4), np.int64)
+    for part, size in enumerate(sizes):
+        table[part] = device[part].ctypes.data + part, size + gap - 1, size, offset
+        for block, record in zip(device_ids.tolist(), host_ids.tolist(), strict=True):
+            start = part + block * (size + gap - 1)
+            pieces = want_host[record, offset : offset + size], want_device[part, start : start + size]
+            pieces[direction][:] = pieces[1 - direction]
+        offset += size + gap
+    force_isa(isa)
+    try:
+        refused = _library().fastkv_copy_records(
+            None, table.ctypes.data, len(table), blocks, host.ctypes.data, stride, records,
+            device_ids.ctypes.data, host_ids.ctypes.data, 3, int(direction), None, 0, _LANDED(), None, 0,
+        )  # fmt: skip
+    finally:
+        force_isa("best")
+    assert not refused
+    assert np.array_equal(host, want_host)
+    assert np.array_equal(device, want_device)
+
+
+def test_copier_callers_at_once_each_get_their_bytes() -> None:
+    """Copies share the threads: a second caller waits for the first one's, and neither's work is lost."""
+    data = toy_data("gqa", quant_type="int8", num_device_blocks=48, num_host_blocks=48)
+    data["model"]["head_dim"] = 64
+    data["cache"]["block_size"] = 64
+    controller = CacheController(parse_config(data))
+    controller.initialize_all()
+    copier, memory, host = copier_of(controller), device_memory(controller), controller.host_records
+    fill(controller)
+    expected = host.copy()
+    args = list(range(48)), list(range(48)), range(3)
+    naive_copy(controller.spec, memory, expected, Direction.TO_HOST, *args)
+
+    def copy(caller: int) -> None:
+        ids = np.arange(caller, 48, 4, dtype=np.int32)
+        for _ in range(10):
+            host[ids] = 0
+            copier.copy(Direction.TO_HOST, ids, ids, range(3))
+            assert np.array_equal(host[ids], expected[ids])
+
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(copy, range(4)))
+    assert np.array_equal(host, expected)
+    copier.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -67,7 +67,7 @@ def read_prompts(path: Path) -> list[str]:
         RequestError: missing file, or a line that is no object with a text under "prompt"; its number is named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines takes for ends
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompts file {path} cannot be read: {error}") from None
     prompts = []

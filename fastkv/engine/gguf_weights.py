@@ -118,8 +118,8 @@ def find_model(model: str) -> Path:
         path = Path(model).expanduser()
         if not path.is_file():
             raise ConfigError(
-                f"model file {model!r} does not exist; give the path of a .gguf file, or {PACKAGE_PREFIX}NAME for one "
-                "inside an installed package"
+                f"model file {model!r} does not exist or is no file; give the path of a .gguf file, or "
+                f"{PACKAGE_PREFIX}NAME for one inside an installed package"
             )
         return path
     name = model[len(PACKAGE_PREFIX) :]

@@ -306,8 +306,8 @@ class LLM:
     def _requests(
         self, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingParams, chat: bool
     ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise RequestError("prompts is one text; give a list of prompts")
+        if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
+            raise RequestError(f"prompts is a {type(prompts).__name__}; give a list of prompts")
         requests = []
         for i, prompt in enumerate(prompts):
             request = Request(

@@ -24,11 +24,12 @@ _MAX_SEED = (1 << 64) - 1
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raises RequestError unless temperature is finite and not negative, and seed fits 64 bits."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise RequestError(f"temperature is {params.temperature}; give 0 (greedy) or a positive number")
-    if not 0 <= params.seed <= _MAX_SEED:
-        raise RequestError(f"seed is {params.seed}; give an integer from 0 to 2**64 - 1")
+    """Raises RequestError unless temperature is a finite number, not negative, and seed an integer of 64 bits."""
+    temperature, seed = params.temperature, params.seed
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature >= 0):
+        raise RequestError(f"temperature is {temperature!r}; give 0 (greedy) or a positive number")
+    if not (isinstance(seed, int) and 0 <= seed <= _MAX_SEED):
+        raise RequestError(f"seed is {seed!r}; give an integer from 0 to 2**64 - 1")
 
 
 def sample(logits: npt.NDArray[np.floating[Any]], params: SamplingParams, index: int) -> int:

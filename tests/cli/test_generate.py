@@ -15,6 +15,7 @@ import pytest
 import yaml
 from helpers.toy import toy_data
 
+from fastkv.cli.generate import read_prompts
 from fastkv.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +144,13 @@ def test_generate_prompt_that_cannot_run_is_refused(
 ) -> None:
     assert main(["generate", str(SMOLLM2), "--prompt", prompt, *SMALL]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_prompts_file_with_line_separators_inside_a_text_is_read_whole(tmp_path: Path) -> None:
+    """JSON may hold U+2028, U+0085 and the like as they are; only a newline ends a line."""
+    path, text = tmp_path / "prompts.jsonl", "one\u2028two\u0085three"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n\n", encoding="utf-8")
+    assert read_prompts(path) == [text]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"prompt": 3}', '{"text": "x"}', '"x"'])

@@ -235,6 +235,15 @@ def test_engine_stream_without_a_tokenizer_queues_nothing() -> None:
         assert llm.generate([[1, 2, 3, 4]], max_tokens=1).report.prefill_tokens == 4
 
 
+@pytest.mark.parametrize("prompts", ["one text", ([1, 2, i] for i in range(2)), None, 5])
+def test_engine_prompts_that_are_no_list_are_refused_before_anything_is_computed(prompts: Any) -> None:
+    """A generator was computed to the end, and then failed for want of a second pass over it."""
+    with LLM(tiny_config()) as llm:
+        with pytest.raises(RequestError, match=f"prompts is a {type(prompts).__name__}; give a list"):
+            llm.generate(prompts)
+        assert llm.manager.stats().matches == 0
+
+
 def test_engine_hits_are_of_the_prompt_even_when_requests_restart() -> None:
     config = tiny_config(cache={"block_size": 1, "num_device_blocks": 26}, scheduler={"max_batch_size": 8})
     report = generate(config, [[i, 2, 3] for i in range(8)], max_tokens=20).report

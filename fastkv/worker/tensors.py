@@ -7,6 +7,7 @@ page-aligned array of block records, pinned when the device is a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -149,7 +150,8 @@ def _anonymous_bytes(nbytes: int) -> ByteArray:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Fresh 4 KiB pages made copies into a cache 3-7 times slower than huge pages.
     if nbytes >= 2 << 20:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel that has none: slower, and nothing else
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
 
 

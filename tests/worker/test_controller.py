@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 from pathlib import Path
 
@@ -150,6 +152,18 @@ def test_controller_too_large_for_the_machine_is_refused_before_a_crash() -> Non
     controller.initialize_kv_cache(int(0.6 * blocks))
     with pytest.raises(ConfigError, match="with the device caches"):
         controller.initialize_host_cache(int(0.6 * blocks))
+
+
+def test_memory_of_a_kernel_without_huge_pages_is_only_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """madvise(MADV_HUGEPAGE) is EINVAL there, and every cache of 2 MiB was "more than this machine can give"."""
+
+    class Plain(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    cache = RunnerCache(toy_config(mtp=False, manager="v0").cache_spec(), 40_000)
+    assert cache.group_bytes("main") == 40_000 * cache.spec.block_bytes
 
 
 def test_controller_that_could_not_initialise_everything_holds_nothing_and_can_try_again() -> None:

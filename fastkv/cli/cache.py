@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
             return _verify(store, surveys, args.json)
         _show(store, surveys, args)
     except OSError as error:
-        raise StorageError(f"store {store.root} cannot be read: {error}", level="storage") from error
+        what = "cleared" if args.verb == "clear" else "read"
+        raise StorageError(f"store {store.root} cannot be {what}: {error}", level="storage") from error
     return 0
 
 

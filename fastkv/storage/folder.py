@@ -52,11 +52,18 @@ class FileLock:
     def acquire(cls, path: Path, timeout_s: float) -> FileLock | None:
         """Take the lock; None if somebody else holds it for longer than timeout_s.
 
+        Who may only read the store can hold its locks, too, but not leave a name in them.
+
         Raises:
             OSError: the file cannot be opened.
         """
         give_up = time.monotonic() + timeout_s
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while True:
                 try:
@@ -67,7 +74,7 @@ class FileLock:
                         return None
                     time.sleep(_POLL_S)
                     continue
-                with contextlib.suppress(OSError):  # a full disk: the lock holds without its holder's name
+                with contextlib.suppress(OSError):  # a full disk or a reader: the lock holds without its holder's name
                     os.pwrite(fd, str(os.getpid()).ljust(LOCK_BYTES - 1).encode() + b"\n", 0)
                 return cls(path, fd)
         except OSError:
@@ -147,10 +154,9 @@ class StoreFolder:
         """
         with explained(root):
             root.mkdir(parents=True, exist_ok=True)
+            # Listed before the marker is looked for: whoever creates the store meanwhile writes the marker first.
+            foreign = [path.name for path in root.iterdir() if not path.name.startswith((MARKER_NAME, "store.lock"))]
             if not (root / MARKER_NAME).exists():
-                foreign = [
-                    path.name for path in root.iterdir() if not path.name.startswith((MARKER_NAME, "store.lock"))
-                ]
                 if foreign:
                     raise ConfigError(
                         f"{root} is not empty and no fastkv store (it holds {foreign[0]!r}); give an empty folder"
@@ -262,10 +268,17 @@ class StoreFolder:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file so that it is seen whole or not at all."""
+    """Write a small file so that it is seen whole or not at all, after a power loss too. Raises OSError."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
-    scratch.write_bytes(data)
-    scratch.rename(path)
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.rename(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.storage_cases import digest, get, put, store_config, toy_namespace
+from helpers.storage_faults import make_read_only
 
 from fastkv.cli import cache
 from fastkv.errors import ConfigError, StorageError
@@ -124,6 +125,18 @@ def test_verify_beside_a_writer_that_replaces_everything_finds_nothing_corrupt(t
     result = verify_rank(survey.ranks[0])
     assert (result.good, result.changed, result.corrupt) == (1, 3, ())
     assert get(connector, *range(10, 13)) == ["hit"] * 3
+
+
+def test_store_that_may_only_be_read_can_be_looked_at(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A snapshot, a mount or another user's store: ls wanted to write into its lock."""
+    make_read_only(monkeypatch)
+    for verb in ("ls", "stat", "verify"):
+        assert run(verb, store) == 0
+    assert capsys.readouterr().out.endswith("intact\n")
+    with pytest.raises(StorageError, match="cannot be cleared.*Read-only"):
+        run("clear", store, "--yes")
 
 
 def test_clear_without_yes_deletes_nothing(store: Path) -> None:

@@ -7,6 +7,7 @@ repeat one scenario with the fault at call 0, 1, 2, ... until the scenario ends 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pytest
 
 from fastkv.storage.base import (
     Buffer,
@@ -38,6 +40,22 @@ class Fault(str, Enum):
     RAISE = "raise"  # the call raises what nobody expects (connectors only)
     STALL = "stall"  # the call takes stall_s longer
     CORRUPT = "corrupt"  # the call seems to work, but the bytes are wrong
+
+
+def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole file system, for this process: whatever would change it is refused."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    real = os.open
+
+    def open_to_read(path: str, flags: int, *args: int, **options: int) -> int:
+        return refuse() if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) else real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_to_read)
+    for name in ("utime", "unlink", "rename", "rmdir"):
+        monkeypatch.setattr(os, name, refuse)
 
 
 class _Trigger:

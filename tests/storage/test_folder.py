@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
 from helpers.storage_cases import digests, file_bytes, get, put, store_config, toy_namespace
+from helpers.storage_faults import make_read_only
 
 from fastkv.errors import ConfigError, StorageError
 from fastkv.storage.base import NO_DEADLINE
 from fastkv.storage.file import FileConnector
 from fastkv.storage.file_config import FileStoreConfig
 from fastkv.storage.file_reader import FileLookup
-from fastkv.storage.folder import FileLock, StoreFolder
+from fastkv.storage.folder import MARKER_NAME, FileLock, StoreFolder
+from fastkv.storage.index_file import INDEX_NAME
 from fastkv.storage.namespace import StorageNamespace
 
 BASE = toy_namespace()
@@ -156,6 +159,53 @@ def test_store_lock_that_is_held_stops_growth_but_not_the_caller(tmp_path: Path)
     assert connector.counters()["growth_refused"] == 1
     lock.release()
     connector.check_integrity()
+
+
+def test_store_that_two_processes_create_at_once_serves_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start together: one found no marker, then the other's files, and took them for somebody else's."""
+    exists, others = Path.exists, [FileConnector.open]
+
+    def exists_before_the_other_one(path: Path) -> bool:
+        found = exists(path)
+        if path.name == MARKER_NAME and others:
+            others.pop()(limit_for(tmp_path, records=4), version(0), 0).close()
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_before_the_other_one)
+    StoreFolder.open(tmp_path)
+    assert not others
+    assert len(StoreFolder.existing(tmp_path).namespaces()) == 1
+
+
+def test_store_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power loss the marker could be empty: then the whole store was refused as one of another format."""
+    synced, rename = set[int](), os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+
+    def rename_what_is_synced(source: Path, target: Path) -> None:
+        assert os.stat(source).st_ino in synced or target.name == INDEX_NAME  # flush syncs that one
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_what_is_synced)
+    FileConnector.open(limit_for(tmp_path / "store", records=4), version(0), 0).close()
+    assert (tmp_path / "store" / MARKER_NAME).stat().st_ino in synced
+
+
+def test_store_that_cannot_be_created_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        StoreFolder.open(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_store_that_may_only_be_read_is_no_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FileConnector.open(limit_for(tmp_path, records=4), version(0), 0).close()
+    make_read_only(monkeypatch)
+    with pytest.raises(ConfigError, match="cannot be used.*Read-only.*give a writable folder"):
+        FileConnector.open(limit_for(tmp_path, records=4), version(0), 0)
 
 
 def test_folder_without_marker_is_no_store(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ medium that it was stored in.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
@@ -166,10 +167,11 @@ class EventStream:
         return len(events)
 
     def close(self) -> None:
-        """Hand on the rest and close the publishers."""
-        self.flush()
-        for publisher in self._publishers:
-            publisher.close()
+        """Hand on the rest and close the publishers, each of them whatever the others and subscribers raise."""
+        with contextlib.ExitStack() as ends:
+            for publisher in reversed(self._publishers):
+                ends.callback(publisher.close)
+            self.flush()
 
 
 def encode_batch(batch: EventBatch, *, shape: str = "map", int_hashes: bool = False) -> bytes:

@@ -110,6 +110,31 @@ def test_events_off_by_default_give_nothing(manager, admit):
     assert manager.take_events(everything=True) == []
 
 
+def test_event_stream_closes_every_publisher_when_a_subscriber_raises(recorded, admit):
+    """The last flush raised, and sockets and threads of the publishers were left."""
+
+    class Closing:
+        def __init__(self, error=None):
+            self.error, self.calls = error, []
+
+        def publish(self, batch):
+            self.calls.append("publish")
+
+        def close(self):
+            self.calls.append("close")
+            if self.error is not None:
+                raise self.error
+
+    first, second = Closing(OSError("no socket")), Closing()
+    stream = EventStream(recorded.take_events, [first, second])
+    stream.subscribe(lambda batch: 1 / 0)
+    admit(recorded, "one", EIGHT)
+    with pytest.raises(OSError, match="no socket") as raised:
+        stream.close()
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    assert first.calls == second.calls == ["publish", "close"]
+
+
 def test_event_stream_hands_batches_to_subscribers(recorded, admit):
     stream, seen = EventStream(recorded.take_events, data_parallel_rank=2), []
     stop = stream.subscribe(seen.append)

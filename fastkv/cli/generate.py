@@ -138,7 +138,7 @@ def report_table(report: Report) -> Table:
     table.add_row("cache", f"{report.cache_manager}, stored as {report.storage_dtype}{quantised}")
     table.add_row(
         "cache memory",
-        f"device {format_bytes(report.device_cache_bytes)}, host {format_bytes(report.host_cache_bytes)}",
+        f"device {format_bytes(report.device_cache_bytes + report.mtp_cache_bytes)}, host {format_bytes(report.host_cache_bytes)}",
     )
     if moved := describe_moved(report):
         table.add_row("blocks moved", moved)

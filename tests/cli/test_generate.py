@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.engine import tiny_config
 from helpers.toy import toy_data
+from rich.console import Console
 
-from fastkv.cli.generate import read_prompts
+from fastkv.cli.generate import read_prompts, report_table
 from fastkv.cli.main import main
+from fastkv.cli.options import format_bytes
+from fastkv.engine.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "configs" / "smollm2.yaml"
@@ -51,6 +55,16 @@ def test_generate_json_prints_one_object_with_outputs_and_report(tmp_path: Path)
     assert report["decode_tokens_per_s"] > 0
     assert report["prefill_tokens_per_s"] > 0
     assert 0 < report["device_cache_bytes"] <= 64 << 20
+
+
+def test_report_counts_the_caches_of_mtp_layers_as_device_memory() -> None:
+    config = tiny_config(speculation={"num_layers": 1})
+    with LLM(config) as llm:
+        report = llm.generate([[1, 2, 3]], max_tokens=1).report
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(report_table(report))
+    assert f"device {format_bytes(config.capacity_plan().device_bytes)}, host" in shown.get()
 
 
 def test_generate_streams_text_and_reports_on_stderr() -> None:

@@ -136,10 +136,8 @@ def report_table(report: Report) -> Table:
     table.add_row("blocks", f"{report.peak_blocks:,} of {report.num_blocks:,} used, {report.block_size} tokens each")
     quantised = "" if report.kv_cache_quant_type == "none" else f" ({report.kv_cache_quant_type})"
     table.add_row("cache", f"{report.cache_manager}, stored as {report.storage_dtype}{quantised}")
-    table.add_row(
-        "cache memory",
-        f"device {format_bytes(report.device_cache_bytes + report.mtp_cache_bytes)}, host {format_bytes(report.host_cache_bytes)}",
-    )
+    device_bytes = report.device_cache_bytes + report.mtp_cache_bytes
+    table.add_row("cache memory", f"device {format_bytes(device_bytes)}, host {format_bytes(report.host_cache_bytes)}")
     if moved := describe_moved(report):
         table.add_row("blocks moved", moved)
     if report.storage_error:

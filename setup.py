@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,6 +84,11 @@ def instruction_set(source: Path) -> str | None:
     return suffix if suffix in ISA_FLAGS else None
 
 
+def names(paths: Sequence[Path]) -> list[str]:
+    """Paths as setuptools wants them. Sources and what they depend on make up a source distribution."""
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
 class PaddleOps(Extension):
     """The custom ops. Framework-free kernels compile fast; only custom_ops/paddle includes Paddle's headers."""
 
@@ -90,8 +96,8 @@ class PaddleOps(Extension):
         kernels = sorted((ROOT / OPS / "cpu").glob("*.cc"))
         bindings = sorted((ROOT / OPS / "paddle").glob("*.cc"))
         chosen = [path for path in kernels if IS_X86 or instruction_set(path) is None] + bindings
-        super().__init__("fastkv._paddle_ops", [str(path.relative_to(ROOT)) for path in chosen])
-        self.dependencies = sorted(p for part in ("include", "cpu", "paddle") for p in (ROOT / OPS / part).rglob("*.h"))
+        headers = sorted(p for part in ("include", "cpu", "paddle") for p in (ROOT / OPS / part).rglob("*.h"))
+        super().__init__("fastkv._paddle_ops", names(chosen), depends=names(headers))
 
     def compile_flags(self, source: Path) -> list[str]:
         """Flags of one source: bindings see Paddle, kernels see only custom_ops/include."""
@@ -143,8 +149,8 @@ class SchedulerCore(Extension):
 
     def __init__(self) -> None:
         folder = ROOT / OPS / "core"
-        super().__init__("fastkv._core", [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.cc"))])
-        self.dependencies = sorted(folder.glob("*.h"))
+        headers = sorted(folder.glob("*.h"))
+        super().__init__("fastkv._core", names(sorted(folder.glob("*.cc"))), depends=names(headers))
 
     def compile_flags(self, source: Path) -> list[str]:
         """Only bindings see Python; stamp.cc says which sources there were."""
@@ -186,7 +192,7 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            headers = hashlib.sha256(b"".join(path.read_bytes() for path in ext.dependencies)).hexdigest()
+            headers = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ext.depends)).hexdigest()
             with ThreadPoolExecutor(BUILD_JOBS) as pool:
                 objects = list(pool.map(lambda s: compile_one(compiler, ext, Path(s), folder, headers), ext.sources))
             link([*compiler, "-shared", *map(str, objects), *ext.link_flags(self.in_source_tree)], objects, target)

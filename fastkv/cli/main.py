@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
+    _make_streams_writable()
     before = signal.getsignal(signal.SIGTERM)
     _set_sigterm(_end_in_order)
     try:
@@ -93,6 +95,16 @@ def _set_sigterm(handler: Any) -> None:
 def _end_in_order(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
     raise _Terminated
+
+
+def _make_streams_writable() -> None:
+    """Text that the terminal's encoding has no place for, and a stream that is closed, are no reason to fail."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _drop_stdout() -> None:

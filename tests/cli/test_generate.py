@@ -57,6 +57,16 @@ def test_generate_json_prints_one_object_with_outputs_and_report(tmp_path: Path)
     assert 0 < report["device_cache_bytes"] <= 64 << 20
 
 
+def test_output_that_the_terminal_cannot_encode_is_replaced_and_a_closed_one_is_dropped() -> None:
+    """Both were tracebacks: a Latin-1 terminal, and a service without stdout."""
+    command = ["generate", str(SMOLLM2), "--prompt", "Voil\u00e0", "--max-tokens", "1", *SMALL]
+    done = run(*command, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout[:5]) == (0, "Voil?"), done.stderr
+    shell = " ".join([*COMMAND, "plan", str(SMOLLM2), ">&-"])
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_report_counts_the_caches_of_mtp_layers_as_device_memory() -> None:
     config = tiny_config(speculation={"num_layers": 1})
     with LLM(config) as llm:

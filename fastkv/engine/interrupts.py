@@ -10,16 +10,19 @@ whoever has books to keep holds the signals, and lets them in where nothing is h
             ...
 
 Called by the engine, the command line and the import of Paddle. Does nothing in other threads: Python interrupts the
-main thread only.
+main thread only. What keeps other threads out of the books is `in_turn`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -77,3 +80,14 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         hold.begin()
+
+
+def in_turn(method: _Method) -> _Method:
+    """A method during which signals are held, and which other threads wait for: its object has an RLock, `turn`."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        with self.turn, held_signals():
+            return method(self, *args, **options)
+
+    return cast("_Method", call)

@@ -7,6 +7,7 @@ device, and the worker's transport; scheduler and worker meet only in messages.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from fastkv.config import KVEventsConfig
 from fastkv.core.digest import as_token_array
 from fastkv.core.messages import Poll, SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
-from fastkv.engine.interrupts import held_signals, interruptible
+from fastkv.engine.interrupts import in_turn, interruptible
 from fastkv.engine.levels import Levels, Moved
 from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.sampler import check_sampling
@@ -52,9 +53,8 @@ class Report:
 
     Attributes:
         storage_dtype: dtype of the key tensors, asked of the tensors.
-        cache_manager: "v0" or "v1".
         kv_cache_quant_type: how they are quantised, "none" if not.
-        worker: "inline" or "process".
+        cache_manager, worker: "v0" or "v1"; "inline" or "process".
         device_cache_bytes, mtp_cache_bytes, host_cache_bytes: what the worker holds.
         num_blocks, block_size: the device pool; peak_blocks of it were in requests at once.
         prompt_tokens, prefix_hit_tokens: tokens of all prompts, and how many of them were found in the cache.
@@ -120,7 +120,7 @@ class _Meter:
 
 
 class LLM:
-    """An engine for offline generation. Use as a context manager, or close it.
+    """An engine for offline generation. Use as a context manager, or close it. Threads that call it take turns.
 
     Args:
         config: from `fastkv.load_config`.
@@ -158,7 +158,7 @@ class LLM:
             config.model.max_context,
             self._levels.tiers,
         )
-        self._next_id = 0
+        self._next_id, self.turn = 0, threading.RLock()
 
     def __enter__(self) -> LLM:
         return self
@@ -166,7 +166,7 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @held_signals()
+    @in_turn
     def close(self) -> None:
         """Store what is on its way to storage, free the worker's memory and end its process. Legal twice.
 
@@ -194,7 +194,7 @@ class LLM:
             raise ConfigError("KV events are not recorded; add a kv_events section (it may be empty: {}) to the config")
         return self._events.subscribe(callback)
 
-    @held_signals()
+    @in_turn
     def reset_prefix_cache(self) -> None:
         """Forget everything that the device and the host hold, and zero it. What storage has is found again.
 
@@ -204,7 +204,7 @@ class LLM:
         self._levels.reset(self._batcher)
         self._flush_events()
 
-    @held_signals()
+    @in_turn
     def set_weights_version(self, version: str) -> None:
         """Say that the model's weights changed: nothing that was cached before is found again, at any level.
 
@@ -217,7 +217,7 @@ class LLM:
         finally:
             self._flush_events()
 
-    @held_signals()
+    @in_turn
     def sleep(self, *, release_host: bool = False) -> None:
         """Give the device caches' memory back to the system until `wake`, and with release_host the host cache's.
 
@@ -229,7 +229,7 @@ class LLM:
         self._levels.sleep(self._batcher, release_host=release_host)
         self._flush_events()
 
-    @held_signals()
+    @in_turn
     def wake(self) -> None:
         """Take the memory again after `sleep`."""
         self._levels.wake(self._batcher)
@@ -249,7 +249,7 @@ class LLM:
             self._tokenizer = load_tokenizer(self.config)
         return self._tokenizer
 
-    @held_signals()
+    @in_turn
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,14 @@ def test_engine_after_a_step_that_did_not_return_generates_as_before(
             llm.manager.check_integrity()
             assert llm.manager.stats().held == 0
             assert tokens(llm.generate(PROMPTS[:3], max_tokens=4)) == want
+
+
+def test_engine_called_from_several_threads_serves_them_in_turn() -> None:
+    """They shared the steps of one batch: "3 results for a step of 2 requests", and now and then wrong tokens."""
+    with LLM(tiny_config()) as llm, ThreadPoolExecutor(3) as pool:
+        want = tokens(llm.generate(PROMPTS[:3], max_tokens=4))
+        calls = [pool.submit(llm.generate, PROMPTS[:3], max_tokens=4) for _ in range(12)]
+        assert [tokens(call.result()) for call in calls] == [want] * 12
 
 
 def test_engine_stream_without_a_tokenizer_queues_nothing() -> None:

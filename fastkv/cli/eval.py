@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         from fastkv.engine.model import load_model
         from fastkv.engine.model_files import RANDOM_PREFIX, load_tokenizer
 
-        if (config.model.weights or "").startswith(RANDOM_PREFIX):
-            raise ConfigError(
-                f"eval reads text, and model.weights {config.model.weights} has no tokenizer; use a GGUF model"
-            )
-        text = load_text(args.text, "evaluate")
-        model = load_model(config)
-        token_ids = load_tokenizer(config).encode(text, allow_special=False)[: args.tokens]
+    if (config.model.weights or "").startswith(RANDOM_PREFIX):
+        raise ConfigError(
+            f"eval reads text, and model.weights {config.model.weights} has no tokenizer; use a GGUF model"
+        )
+    text = load_text(args.text, "evaluate")
+    model = load_model(config)
+    token_ids = load_tokenizer(config).encode(text, allow_special=False)[: args.tokens]
     cut = EvaluationText.cut(token_ids, context_tokens=args.context, continuation_tokens=args.continuation)
     rows = _evaluate(model, configs, cut)
     if args.json:

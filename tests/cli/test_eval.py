@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,19 @@ def test_eval_without_scales_still_compares_what_needs_none(tiny: Path, capsys: 
     config = changed(tiny, "no_scales.yaml", cache={"scales_file": None})
     rows = rows_of(capsys, config, *QUICK, "--types", "block_wise_fp8")
     assert [row["kv_cache_quant_type"] for row in rows] == ["none", "block_wise_fp8"]
+
+
+def test_eval_interrupted_while_it_reads_the_text_ends_at_once(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals were held until the model was loaded, which takes minutes for a large one."""
+    went_on: list[bool] = []
+
+    def interrupted(*args: object) -> str:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+        return "text"
+
+    monkeypatch.setattr("fastkv.engine.corpus.load_text", interrupted)
+    assert main(["eval", str(tiny), *QUICK]) == 130
+    assert not went_on

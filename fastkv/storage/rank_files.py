@@ -115,9 +115,11 @@ def open_rank(
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock.acquire(path / LOCK_NAME, 0.0)
         if lock is None:
+            holder = FileLock.holder(path / LOCK_NAME)
+            whose = f"{holder}, which is this one" if holder == str(os.getpid()) else holder
             raise StorageError(
-                f"{path} is open for writing by process {FileLock.holder(path / LOCK_NAME)}; one engine at a time can "
-                "store there: stop the other one or give this one its own storage.path",
+                f"{path} is open for writing by process {whose}; one engine at a time can store there: close the other "
+                "one or give this one its own storage.path",
                 level="storage",
             )
         try:

@@ -209,6 +209,70 @@ def test_queries_near_the_end_of_float32_choose_one_position(
     assert_close(out, expected, storage[1])
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_nan_of_any_bits_stays_one_in_bfloat16(rng: np.random.Generator, isa: str, queries: int) -> None:
+    """Rounding up the NaN whose bits are all ones would carry into the sign and give -0."""
+    batch = make_batch(rng, [queries], [20], 16, 4)
+    twin = make_twin(rng, "block_wise_fp8", "bfloat16", blocks=4, kv_heads=1, block_size=16, dim=64)
+    twin = fill_context(rng, twin, batch)
+    slot = context_slots(batch, 16)[7]
+    assert twin.value.scale is not None
+    twin.value.scale[slot // 16, 0, slot % 16] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)
+    rows = (to_paddle(model_rows(rng, (queries, heads, 64), "bfloat16")) for heads in (2, 1, 1))
+    out = append_attention(*rows, layer_of(twin.key, twin.value), paddle_batch(batch), softmax_scale=0.125)
+    assert np.isnan(to_float32(to_array(out), "bfloat16")).all()
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids="-".join)
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-30])
+def test_queries_near_zero_attend_all_positions_alike(
+    rng: np.random.Generator, isa: str, storage: tuple[str, str], size: float
+) -> None:
+    """What kernels multiply a query by, against tiny lanes, has an end: not every query can be brought to a middle."""
+    batch = make_batch(rng, [1], [40], 16, 4)
+    twin = fill_context(rng, make_twin(rng, *storage, blocks=4, kv_heads=1, block_size=16, dim=64), batch)
+    q = from_float32((rng.standard_normal((1, 3, 64)) * size).astype(np.float32), storage[1])
+    k, v = (model_rows(rng, (1, 1, 64), storage[1]) for _ in range(2))
+    layer = layer_of(twin.key, twin.value)
+    out = append_attention(*map(to_paddle, (q, k, v)), layer, paddle_batch(batch), softmax_scale=0.125)
+    expected = ref.append_attention(q, k, v, twin.key, twin.value, batch, softmax_scale=0.125)
+    assert_close(out, expected, storage[1])
+    np.testing.assert_allclose(
+        to_float32(to_array(out), storage[1])[0, 0], twin.value.read(context_slots(batch, 16)).mean(0)[0], atol=0.2
+    )
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids="-".join)
+@pytest.mark.parametrize("queries", [4, 40])
+def test_enormous_score_behind_the_own_position_is_not_met(
+    rng: np.random.Generator, isa: str, storage: tuple[str, str], queries: int
+) -> None:
+    """Kernels multiply later tokens' keys too; as the largest score one would leave an earlier token no weight."""
+    batch = make_batch(rng, [queries], [30], 16, 5)
+    twin = fill_context(rng, make_twin(rng, *storage, blocks=5, kv_heads=1, block_size=16, dim=64), batch)
+    q, k, v = (rng.standard_normal((queries, heads, 64)).astype(np.float32) for heads in (2, 1, 1))
+    q, k[-1] = np.abs(q) + 8, 3.0  # a score of some 200
+    q, k, v = (from_float32(x, storage[1]) for x in (q, k, v))
+    layer = layer_of(twin.key, twin.value)
+    out = append_attention(*map(to_paddle, (q, k, v)), layer, paddle_batch(batch), softmax_scale=0.125)
+    expected = ref.append_attention(q, k, v, twin.key, twin.value, batch, softmax_scale=0.125)
+    assert_close(out, expected, storage[1])
+
+
+@pytest.mark.parametrize("position", [5, 700, 1999])
+def test_enormous_score_in_one_piece_outweighs_the_others(rng: np.random.Generator, isa: str, position: int) -> None:
+    """Pieces of a long context are merged beside the largest score of all, wherever it is: e^200 is infinite."""
+    batch = make_batch(rng, [1], [2000], 64, 32)
+    twin = fill_context(rng, make_twin(rng, blocks=32, kv_heads=1, block_size=64, dim=16), batch)
+    twin.key.write(context_slots(batch, 64)[[position]], np.full((1, 1, 16), 3.0, np.float32))
+    q = np.full((1, 2, 16), 20.0, np.float32)
+    k, v = (rng.standard_normal((1, 1, 16)).astype(np.float32) for _ in range(2))
+    layer = layer_of(twin.key, twin.value)
+    out = append_attention(*map(to_paddle, (q, k, v)), layer, paddle_batch(batch), softmax_scale=0.25)
+    expected = ref.append_attention(q, k, v, twin.key, twin.value, batch, softmax_scale=0.25)
+    assert_close(out, expected, "float32")
+
+
 @pytest.fixture
 def flushed_subnormals() -> Iterator[None]:
     """This thread's SSE unit takes subnormal numbers for zero, as libraries built with -ffast-math make it do."""

@@ -8,6 +8,7 @@ import pytest
 from helpers.ops_cases import MODEL_DTYPES, STORAGES, cache_tensor, layer_of, make_twin, model_rows, to_array, to_paddle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paddle.utils.dlpack import from_dlpack
 
 from fastkv.ops import copy_blocks, gather_cache, write_cache
 from fastkv.ops import reference as ref
@@ -87,6 +88,29 @@ def test_gather_into_given_tensors_equals_reference(rng: np.random.Generator, is
         assert values is out[1]
         np.testing.assert_array_equal(keys.numpy(), ref.gather_cache(twin.key, slots))
         np.testing.assert_array_equal(values.numpy(), ref.gather_cache(twin.value, slots))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids="-".join)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_large_gather_of_every_storage_to_any_address(
+    rng: np.random.Generator, isa: str, storage: tuple[str, str], shift: int
+) -> None:
+    """Decoders store past the caches where the target starts with a line, which instructions for that insist on."""
+    twin = make_twin(rng, *storage, blocks=20, block_size=16, kv_heads=3, dim=64, value_dim=32)
+    written = rng.permutation(320)[:300]  # the others stay NaN, or the largest code
+    k, v = (model_rows(rng, (300, 3, dim), storage[1]) for dim in (64, 32))
+    write_cache(to_paddle(k), to_paddle(v), twin.layer, to_paddle(written))
+    ref.write_cache(k, v, twin.key, twin.value, written)
+    slots, out = np.roll(np.arange(320), 5), []
+    for dim in (64, 32):
+        memory = np.zeros(320 * 3 * dim + 32, np.float32)
+        start = -memory.ctypes.data // 4 % 16 + shift
+        out.append(from_dlpack(memory[start : start + 320 * 3 * dim].reshape(320, 3, dim)))
+        assert out[-1].data_ptr() % 64 == 4 * shift
+    for read, cache in zip(
+        gather_cache(twin.layer, to_paddle(slots), (out[0], out[1])), (twin.key, twin.value), strict=True
+    ):
+        np.testing.assert_array_equal(read.numpy(), ref.gather_cache(cache, slots))
 
 
 def test_write_goes_into_the_tensor_that_was_given(rng: np.random.Generator) -> None:

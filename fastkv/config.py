@@ -26,6 +26,7 @@ ENV_PREFIX = "FASTKV_"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+ThreadCount = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 BlockCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
 HostBlockCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]  # a year; what waits takes no infinity
@@ -99,7 +100,7 @@ class CacheConfig(_Section, frozen=True):
     # when a block is copied to the host: once it is computed, once it was found often enough, or when it must leave
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     write_through_threshold: Positive = 2  # of write_through_selective: copied from this many matches on
-    copy_threads: Positive = 2  # that move blocks between device and host
+    copy_threads: ThreadCount = 2  # that move blocks between device and host
     transfer_timeout_s: Seconds = 30.0  # after that a copy counts as failed and its step is computed again
 
 
@@ -111,7 +112,7 @@ class StorageConfig(_Section, frozen=True):
     backend: Literal["file"] = "file"
     durability: Literal["process", "disk"] = "process"  # what a stored record survives; see fastkv.storage.base
     segment_bytes: Size = "256MiB"
-    io_threads: Positive = 2
+    io_threads: ThreadCount = 2
     lookup_timeout_s: Seconds = 0.05  # how long the scheduler may ask what is there
     get_timeout_s: Seconds = 2.0  # how long a waiting request waits for its blocks
     put_timeout_s: Seconds = 30.0
@@ -389,11 +390,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of a key given as text, as YAML would read it: "4" is a number, "true" a truth value.
-
-    Raises:
-        ConfigError: no YAML.
-    """
+    """A key's value given as text, as YAML reads it: "4" is a number, "true" a truth value. Raises ConfigError."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

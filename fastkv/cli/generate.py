@@ -19,7 +19,8 @@ from fastkv.core.messages import SamplingParams
 from fastkv.errors import RequestError
 
 if TYPE_CHECKING:
-    from fastkv.engine.llm import LLM, Generation, Report
+    from fastkv.engine.llm import LLM
+    from fastkv.engine.report import Generation, Report
 
 
 def add_parser(subparsers: Any) -> None:
@@ -140,6 +141,8 @@ def report_table(report: Report) -> Table:
     table.add_row("cache memory", f"device {format_bytes(device_bytes)}, host {format_bytes(report.host_cache_bytes)}")
     if moved := describe_moved(report):
         table.add_row("blocks moved", moved)
+    if report.moved.failed_transfers:
+        table.add_row("last failure", report.transfer_error)
     if report.storage_error:
         table.add_row("storage", report.storage_error)
     return table

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +21,7 @@ from fastkv.engine.batcher import Batcher, NewToken, Request
 from fastkv.engine.interrupts import in_turn, interruptible
 from fastkv.engine.levels import Levels, Moved
 from fastkv.engine.model_files import load_tokenizer
+from fastkv.engine.report import Generation, Meter, Output, Prompt, Report
 from fastkv.engine.sampler import check_sampling
 from fastkv.engine.tokenizer import ChatMessage, Tokenizer
 from fastkv.engine.transport import InlineWorker, ProcessWorker, WorkerTransport
@@ -31,92 +30,7 @@ from fastkv.scheduler.events import EventBatch, EventStream, Publisher, ZmqPubli
 
 _SETTLE_S = 2.0  # how long generate waits at its end for copies to host and storage; later ones go on by themselves
 
-Prompt = str | Sequence[int]
 TRANSPORTS: dict[str, type[InlineWorker] | type[ProcessWorker]] = {"inline": InlineWorker, "process": ProcessWorker}
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one prompt became. finish_reason is "stop" or "length"."""
-
-    prompt: Prompt
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    hit_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """How a call of `generate` went.
-
-    Attributes:
-        storage_dtype: dtype of the key tensors, asked of the tensors.
-        kv_cache_quant_type: how they are quantised, "none" if not.
-        cache_manager, worker: "v0" or "v1"; "inline" or "process".
-        device_cache_bytes, mtp_cache_bytes, host_cache_bytes: what the worker holds.
-        num_blocks, block_size: the device pool; peak_blocks of it were in requests at once.
-        prompt_tokens, prefix_hit_tokens: tokens of all prompts, and how many of them were found in the cache.
-        prefill_tokens, output_tokens: prompt tokens computed, and tokens generated.
-        prefill_tokens_per_s: prompt tokens a second of worker time in steps that computed any.
-        decode_tokens_per_s: tokens a second in steps that only generated.
-        write_policy: when blocks are copied to the host.
-        moved: blocks that moved between device, host and storage.
-        storage_counters, storage_error: the storage backend's events since the engine was made, and its last fault.
-    """
-
-    storage_dtype: str
-    cache_manager: str
-    kv_cache_quant_type: str
-    worker: str
-    device_cache_bytes: int
-    mtp_cache_bytes: int
-    host_cache_bytes: int
-    num_blocks: int
-    block_size: int
-    peak_blocks: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    prefill_tokens: int
-    output_tokens: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    write_policy: str
-    moved: Moved
-    storage_counters: dict[str, int]
-    storage_error: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Outputs in the order of the prompts, and the report."""
-
-    outputs: list[Output]
-    report: Report
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Token and time counters of one generate call."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
-    peak_blocks: int = 0
-
-    def count(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
-        if prefill_tokens:
-            self.prefill_tokens += prefill_tokens
-            self.prefill_s += seconds
-        else:
-            self.decode_tokens += decode_tokens
-            self.decode_s += seconds
 
 
 class LLM:
@@ -279,7 +193,7 @@ class LLM:
         requests = self._requests(prompts, max_tokens, sampling, chat)
         index = {request.request_id: i for i, request in enumerate(requests)}
         streams = [self.tokenizer.stream() for _ in requests] if on_text else []
-        meter, moved = _Meter(), self._levels.moved()
+        meter, moved = Meter(), self._levels.moved()
         try:
             for request in requests:
                 self._batcher.add(request)
@@ -340,7 +254,7 @@ class LLM:
             raise RequestError(f"token id {int(tokens.max())} is outside the vocabulary: 0 to {vocab_size - 1}")
         return tokens
 
-    def _step(self, meter: _Meter) -> list[NewToken]:
+    def _step(self, meter: Meter) -> list[NewToken]:
         plan = self._batcher.plan()
         if isinstance(plan, Poll):
             self._levels.apply(self._batcher, self._transport.call(plan))
@@ -359,7 +273,7 @@ class LLM:
         text = self.tokenizer.decode(request.output) if isinstance(prompt, str) else ""
         return Output(prompt, text, request.output, request.finish_reason, len(request.prompt), request.hit_tokens or 0)
 
-    def _report(self, requests: Sequence[Request], meter: _Meter, moved: Moved) -> Report:
+    def _report(self, requests: Sequence[Request], meter: Meter, moved: Moved) -> Report:
         ready = self._transport.ready
         return Report(
             storage_dtype=ready.storage_dtype,
@@ -382,6 +296,7 @@ class LLM:
             moved=moved,
             storage_counters=self._levels.storage_counters,
             storage_error=self._levels.storage_error,
+            transfer_error=self._levels.tiers.stats.last_cause,
         )
 
 

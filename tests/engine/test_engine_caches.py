@@ -12,9 +12,10 @@ from helpers.engine import PROMPTS, TINY, tiny_config
 
 from fastkv import Config, RequestError
 from fastkv.core.messages import SamplingParams, encode
-from fastkv.engine.llm import LLM, Generation
+from fastkv.engine.llm import LLM
 from fastkv.engine.model import load_model
 from fastkv.engine.recompute import greedy_generate
+from fastkv.engine.report import Generation
 from fastkv.engine.transport import ProcessWorker
 from fastkv.errors import ConfigError, WorkerError
 

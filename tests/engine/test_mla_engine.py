@@ -11,9 +11,10 @@ from helpers.attention_kinds import PROMPTS, VOCAB_SIZE, kind_config, kind_data
 
 from fastkv import CacheController, Config, RunnerCache, parse_config
 from fastkv.core.dtype import STORAGE_DTYPES, AttentionKind, StorageDtype
-from fastkv.engine.llm import LLM, Generation
+from fastkv.engine.llm import LLM
 from fastkv.engine.mla import MlaModel, recompute_greedy
 from fastkv.engine.model import load_model
+from fastkv.engine.report import Generation
 from fastkv.errors import ConfigError
 
 MAX_TOKENS = 10

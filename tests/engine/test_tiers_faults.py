@@ -73,7 +73,9 @@ def test_copy_that_fails_at_every_call_changes_no_text(
             with LLM(small(policy)) as llm:
                 tokens, generations = run_rounds(llm, rounds)
                 assert llm.manager.stats().held == 0
-                failed += moved(generations, "failed_transfers")
+                now = moved(generations, "failed_transfers")
+                assert ("rank 0" in generations[-1].report.transfer_error) == (now > 0), "a failure without its cause"
+                failed += now
         assert tokens == wanted, nth
     assert failed >= num_calls - 3  # a scenario may take another turn after a failure, and end before its Nth copy
 

@@ -13,7 +13,8 @@ import numpy as np
 from helpers.engine import TINY, tiny_config
 
 from fastkv import Config
-from fastkv.engine.llm import LLM, Generation
+from fastkv.engine.llm import LLM
+from fastkv.engine.report import Generation
 
 POLICIES = ["write_through", "write_through_selective", "write_back"]
 _rng = np.random.default_rng(17)

@@ -12,6 +12,7 @@ from helpers.ops_cases import (
     QUANT_TYPES,
     STORAGES,
     assert_close,
+    context_slots,
     fill_context,
     layer_of,
     make_batch,
@@ -127,6 +128,28 @@ def test_scales_far_from_one_keep_their_precision(
         q, k[40:], v[40:], twin.key, twin.value, batch, softmax_scale=float(np.float32(softmax_scale))
     )
     np.testing.assert_allclose(to_array(out) / scale, expected / scale, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_scales_of_keys_far_from_the_queries_are_seen_in_the_scores(
+    rng: np.random.Generator, isa: str, quant_type: str, scale: float
+) -> None:
+    """Ordinary queries: scores say that one position counts, or that all count alike. It is the folded query, not the
+    query, that has to stay in float32's range."""
+    batch = make_batch(rng, [1], [40], 16, 4)
+    twin = make_twin(rng, quant_type, blocks=4, kv_heads=1, block_size=16, dim=64)
+    if quant_type not in ("block_wise_fp8", "int8_token"):
+        twin.key.scale[...] *= np.float32(scale)
+    k, v = (rng.standard_normal((41, 1, 64)).astype(np.float32) for _ in range(2))
+    k *= np.float32(scale)
+    twin.key.write(context_slots(batch, 16), k[:40])
+    twin.value.write(context_slots(batch, 16), v[:40])
+    q = rng.standard_normal((1, 2, 64)).astype(np.float32)
+    layer = layer_of(twin.key, twin.value)
+    out = append_attention(*map(to_paddle, (q, k[40:], v[40:])), layer, paddle_batch(batch), softmax_scale=0.125)
+    expected = ref.append_attention(q, k[40:], v[40:], twin.key, twin.value, batch, softmax_scale=0.125)
+    assert_close(out, expected, "float32")
 
 
 @pytest.mark.parametrize("quant_type", ["none", *FLOAT8])

@@ -93,8 +93,9 @@ class FileConnector:
         counters = Counters()
         files, records = open_rank(config, namespace, rank, ops or FileOps(), counters)
         connector = cls(files, records, config, counters)
-        if config.durability is Durability.DISK:
-            connector.flush()  # EXISTS must mean the same for what an earlier process wrote
+        if config.durability is Durability.DISK and not connector.flush():
+            connector.close()  # EXISTS must mean the same for what an earlier process wrote, and cannot
+            raise StorageError(f"store {files.path} cannot be synced: {connector.last_error()}", level="storage")
         log.info("store %s: %d records in %d slots", files.path, len(connector), files.num_slots)
         return connector
 

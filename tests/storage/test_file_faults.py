@@ -11,6 +11,8 @@ import os
 import resource
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,23 @@ def scenario(config: FileStoreConfig, ops: FaultyOps) -> set[int]:
     connector.flush()
     connector.close()
     return acknowledged & {2, 3}
+
+
+def test_records_that_cannot_be_synced_are_not_passed_off_as_safe_from_a_power_loss(tmp_path: Path) -> None:
+    """An earlier process stored them without syncing; a put of the same would have been EXISTS, which means synced."""
+    config = store_config(tmp_path, NAMESPACE, records=4)
+    with closing(FileConnector.open(config, NAMESPACE, 0)) as connector:
+        assert put(connector, 1) == ["stored"]
+
+    class Broken(FileOps):
+        def sync(self, fd: int) -> None:
+            raise OSError(errno.EIO, "on purpose")
+
+    safe = replace(config, durability=Durability.DISK)
+    with pytest.raises(StorageError, match="cannot be synced.*on purpose"):
+        FileConnector.open(safe, NAMESPACE, 0, Broken())
+    with closing(FileConnector.open(safe, NAMESPACE, 0)) as connector:  # it let go of the store
+        assert put(connector, 1) == ["exists"]
 
 
 @pytest.mark.parametrize(

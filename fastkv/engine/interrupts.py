@@ -82,6 +82,16 @@ def interruptible() -> Iterator[None]:
         hold.begin()
 
 
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM wait in the system, and a process that is started inside never gets them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def in_turn(method: _Method) -> _Method:
     """A method during which signals are held, and which other threads wait for: its object has an RLock, `turn`."""
 

@@ -29,7 +29,7 @@ from fastkv.core.messages import (
     encode,
 )
 from fastkv.core.transfers import TransferAck
-from fastkv.engine.interrupts import interruptible
+from fastkv.engine.interrupts import blocked_signals, interruptible
 from fastkv.engine.runtime_env import prepare_runtime, quiet_paddle_import
 from fastkv.errors import (
     ConfigError,
@@ -121,7 +121,8 @@ class ProcessWorker:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", module, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            with blocked_signals():  # as the worker's, too, from its first instruction on
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
         self._late_acks: tuple[TransferAck, ...] = ()
         self._close_timeout_s = config.cache.transfer_timeout_s + _CLOSE_MARGIN_S

@@ -1,12 +1,12 @@
 """Entry point of a worker in its own process: python -m fastkv.engine.worker_process FD
 
 FD is the number of an inherited socket. First the engine sends (config, rank), then messages until Shutdown or until
-the engine is gone. The process never outlives its engine: the socket's end ends it.
+the engine is gone. The process never outlives its engine: the socket's end ends it. SIGINT and SIGTERM are blocked by
+whoever starts it: sent to a group, they reach the engine too, which ends its worker in order.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -20,8 +20,6 @@ from fastkv.errors import FastKVError
 
 def main(fd: int) -> int:
     """Serve one engine. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a group, they reach the engine too, which ends us in order
-        signal.signal(number, signal.SIG_IGN)
     connection = Connection(fd)
     config, rank = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[Config, int])
     prepare_runtime()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from helpers.engine import tiny_config
 from helpers.tier_engine import run_rounds, small
 
 from fastkv.engine.batcher import Batcher
 from fastkv.engine.interrupts import held_signals, interruptible
 from fastkv.engine.llm import LLM
+from fastkv.engine.transport import ProcessWorker
 from fastkv.scheduler.tiers import TierManager
 from fastkv.worker.copy_engine import CopyEngine
 
@@ -58,6 +62,16 @@ def test_engine_interrupted_right_after_a_call_goes_on_as_before(
             assert llm._levels.settle(llm._batcher, 10)
             assert llm.manager.stats().held == 0
         assert run_rounds(llm)[0] == want
+
+
+def test_worker_process_is_deaf_to_signals_from_its_first_instruction_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to both: the worker died with a traceback of its own before the engine could end it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    worker = ProcessWorker(tiny_config(), module="helpers.interrupted_process")
+    assert worker.ready.num_device_blocks > 0
+    os.kill(worker.pid, signal.SIGINT)
+    worker.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 @pytest.fixture

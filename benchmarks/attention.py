@@ -36,7 +36,7 @@ with quiet_paddle_import():
 
 import attention_peers as peers  # noqa: E402 - Paddle must be imported after prepare_runtime
 import numpy as np  # noqa: E402
-from attention_cases import BLOCK_SIZE, GQA, MLA, MODEL_DTYPES, Layers, Shape, make_batch, random_rows  # noqa: E402
+from attention_cases import BLOCK_SIZE, GQA, MLA, Layers, Shape, make_batch, random_rows  # noqa: E402
 from floor.attention_floor import AttentionFloor  # noqa: E402
 from record_rows import measure_records  # noqa: E402
 
@@ -172,8 +172,7 @@ def measure_moves(name: str, floor: AttentionFloor, budget_s: float) -> list[Row
     slots = paddle.to_tensor((written[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1))
     blocks = rng.permutation(num_blocks)[: 2 * MOVED_BLOCKS].reshape(2, -1)
     source, target = (paddle.to_tensor(ids.copy()) for ids in blocks)
-    dtype = layers.dtype if name in MODEL_DTYPES else "bfloat16"
-    k, v = (random_rows([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], dtype) for _ in range(2))
+    k, v = (random_rows([MOVED_TOKENS, GQA.kv_heads, GQA.head_dim], layers.dtype) for _ in range(2))
     stored = layers.bytes_read // (4 * MOVED_TOKENS) * MOVED_TOKENS
     elements = 2 * MOVED_TOKENS * GQA.kv_heads * GQA.head_dim
     moved_bytes = 2 * MOVED_BLOCKS * layers.bytes_read // num_blocks

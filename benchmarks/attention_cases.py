@@ -65,6 +65,7 @@ class Layers:
     """Enough layers of one cache that reading one finds nothing of it in the CPU's caches.
 
     Attributes:
+        dtype: the model's: what the name says, bfloat16 for quantised types.
         bytes_read: what one attention call has to read of a layer.
         memory: every layer's key (or latent) bytes, for the floor to read.
     """
@@ -81,7 +82,7 @@ class Layers:
 
     def __post_init__(self) -> None:
         storage = STORAGE_DTYPES[None if self.name in MODEL_DTYPES else parse_quant_type(self.name)]
-        self.dtype = MODEL_DTYPES.get(self.name, "float32")
+        self.dtype = MODEL_DTYPES.get(self.name, "bfloat16")
         stored = self.dtype if storage.quant_type is None else "uint8"
         item = {"float32": 4, "uint8": 1}.get(stored, 2)
         heads = self.shape.kv_heads

@@ -15,7 +15,8 @@ from fastkv.ops.reference_codec import E4M3_NAN, from_float32, to_float32
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = tuple(row.name for row in STORAGE_DTYPES.values() if row.quant_type is not None)
 STORAGES = [("none", dtype) for dtype in MODEL_DTYPES] + [(name, "float32") for name in QUANT_TYPES]
-"""Every storage once: (quantisation type, model dtype)."""
+STORAGES += [("int4_zp", "bfloat16")]
+"""Every storage once: (quantisation type, model dtype); int4_zp twice: bfloat16 has kernels of its own."""
 
 # output rounding of each dtype plus float32 accumulation, relative to values of magnitude about 1
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}

@@ -9,10 +9,10 @@
 #include "fastkv/attend.h"
 #include "fastkv/dot_codes.h"
 #include "fastkv/fold.h"
+#include "fastkv/int4_rows.h"
 
 namespace fastkv::FASTKV_ISA {
 
-inline constexpr int64_t kMaxChunk = 128;
 static_assert(byte_query_floats(kMaxKeyDim) <= kQueryStride, "a query as bytes takes the place of one in floats");
 
 /// Positions a chunk: keys and values of a quarter to a half of a small first-level cache each (32 KiB). Measured: more
@@ -137,18 +137,23 @@ class RowTile {
     key_scales_ = expand_scales(p.key, tile_.task.kv_head, s_.key_scale, s_.key_zero);
     value_scales_ = expand_scales(tile_.value, tile_.task.kv_head, s_.value_scale, s_.value_zero);
     keys_ = find_row_kernels(p.key.quant.storage, p.key.dtype, p.key.dim, tile_.table.fast_subnormals);
-    // the model's dtype is that of the results: a rounded query is far below what they are rounded to
-    if (tile_.table.dot_products && p.out.dtype != ModelDtype::kFloat32) use_dots(p.key.quant.storage, &keys_);
     values_ =
         find_row_kernels(tile_.value.quant.storage, tile_.value.dtype, tile_.value.dim, tile_.table.fast_subnormals);
+    // the model's dtype is that of the results: what they are rounded to allows what the query is rounded to
+    if (tile_.table.dot_products && p.out.dtype != ModelDtype::kFloat32) use_dots(p.key, &keys_);
+    if (p.out.dtype == ModelDtype::kBFloat16) {
+      use_int4_rows(p.key, 8.0f, &keys_);
+      use_int4_rows(tile_.value, 0.0f, &values_);
+    }
     direct_ = direct && keys_.score[0] != nullptr && values_.score[0] != nullptr;
-    if (direct_ && !keys_.takes_bytes) fill_lane_order(keys_, p.key.dim, s_.key_order);
-    if (direct_) fill_lane_order(values_, tile_.value.dim, s_.value_order);
+    if (direct_ && keys_.query_bytes == 0) fill_lane_order(keys_, p.key.dim, s_.key_order);
+    if (direct_ && values_.query_bytes == 0) fill_lane_order(values_, tile_.value.dim, s_.value_order);
+    if (direct_ && values_.query_bytes != 0) fill_int4_order(tile_.value.dim, s_.value_order);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       float* q = s_.natural + row * kQueryStride;
       tile_.load_query(row, q);
       for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
-      direct_ = direct_ && (keys_.takes_bytes ? fold_bytes(row, q) : fold_query(row, q));
+      direct_ = direct_ && (keys_.query_bytes != 0 ? fold_bytes(row, q) : fold_query(row, q));
       s_.maximum[row] = minus_infinity();
       s_.sum[row] = s_.scaled_sum[row] = 0.0f;
     }
@@ -203,7 +208,7 @@ class RowTile {
     return exponent < 96;
   }
 
-  /// The same with the query as two signed bytes a channel (dot_codes.h).
+  /// The same with the query as bytes (byte_query.h).
   bool fold_bytes(int64_t row, const float* natural) {
     const int64_t dim = tile_.p.key.dim;
     float* folded = s_.result;
@@ -212,8 +217,9 @@ class RowTile {
       folded[i] = key_scales_.scale == nullptr ? natural[i] : natural[i] * key_scales_.scale[i];
       if (key_scales_.zero_point != nullptr) constant -= static_cast<double>(folded[i]) * key_scales_.zero_point[i];
     }
-    const ByteQuery query =
-        query_to_bytes(folded, dim, keys_.vecs, reinterpret_cast<int8_t*>(s_.q + row * kQueryStride));
+    int8_t* bytes = reinterpret_cast<int8_t*>(s_.q + row * kQueryStride);
+    const ByteQuery query = keys_.query_bytes == kQueryBytes<4> ? query_to_bytes<4>(folded, dim, bytes)
+                                                                : query_to_bytes<8>(folded, dim, bytes);
     constant -= static_cast<double>(keys_.offset) * query.step * static_cast<double>(query.sum);
     s_.factor[row] = query.step;
     s_.constant[row] = static_cast<float>(constant);
@@ -267,9 +273,11 @@ class RowTile {
     each_run(tile_, begin, begin + c->count, [&](int64_t block, int64_t offset, int64_t count, int64_t done) {
       const char* key = tile_.p.key.row(block, head, offset);
       const char* value = tile_.value.row(block, head, offset);
-      for (int64_t i = 0; i < count; ++i) {
-        c->keys[done + i] = key + i * tile_.p.key.row_bytes;
-        c->values[done + i] = value + i * tile_.value.row_bytes;
+      for (int64_t i = done; i < done + count; ++i) {
+        c->keys[i] = key;
+        c->values[i] = value;
+        key += tile_.p.key.row_bytes;
+        value += tile_.value.row_bytes;
       }
       if (tile_.p.key.quant.token_scale == nullptr) return;
       const size_t bytes = static_cast<size_t>(count) * sizeof(float);
@@ -331,6 +339,7 @@ class RowTile {
     job.out = s_.out + row * s_.dv;
     job.out_stride = s_.dv;
     job.shrink = s_.shrink;
+    job.sums = s_.sum + row;
     const bool key_has_nan = keys_.score[rows - 1](job);
 
     const bool has_token_scale = direct_ && tile_.p.key.quant.token_scale != nullptr;

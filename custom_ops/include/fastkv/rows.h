@@ -12,8 +12,9 @@
 
 namespace fastkv::FASTKV_ISA {
 
-inline constexpr int kMaxRows = 4;  // rows of one kernel call
-inline constexpr int kMaxVecs = 8;  // vectors of a group
+inline constexpr int kMaxRows = 4;         // rows of one kernel call
+inline constexpr int kMaxVecs = 8;         // vectors of a group
+inline constexpr int64_t kMaxChunk = 128;  // positions of one kernel call
 
 /// Positions that one vector of scores holds for so many rows.
 static FASTKV_INLINE constexpr int step_positions(int64_t rows) { return kLanes / (rows > 2 ? 4 : rows); }
@@ -45,6 +46,7 @@ struct RowsJob {
   float* out;         // R rows of out_stride floats, in lane order
   int64_t out_stride;
   const float* shrink;  // R factors for what out holds
+  float* sums;          // of weights, R; kernels that round weights put them right
 };
 
 /// Writes raw scores (q . k) of R rows; true if a NaN code was seen.
@@ -52,7 +54,8 @@ using ScoreRows = bool (*)(const RowsJob& job);
 /// out = out * shrink + weights . values for R rows; true if a NaN code was seen.
 using AddRows = bool (*)(const RowsJob& job);
 
-static FASTKV_INLINE void keep_in_register(Floats& x) {
+template <typename V>
+static FASTKV_INLINE void keep_in_register(V& x) {
 #ifdef __AVX__
   asm("" : "+v"(x));
 #else
@@ -228,12 +231,12 @@ static bool add_rows(const RowsJob& job) {
 struct RowKernels {
   ScoreRows score[kMaxRows] = {};  // [rows - 1]; null: no kernel, rows have to be decoded first
   AddRows add[kMaxRows] = {};
-  int64_t vecs = 1;          // vectors a group: channel order
-  int64_t group_dim = 8;     // channels a group
-  float offset = 0.0f;       // stored code = value + offset
-  int unit = 0;              // lane = stored code * 2^-unit, but for a carry:
-  bool takes_bytes = false;  // the query is bytes, and groups need not fill the row (dot_codes.h)
-  int carry_bits = 0;        // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
+  int64_t vecs = 1;       // vectors a group: channel order
+  int64_t group_dim = 8;  // channels a group
+  float offset = 0.0f;    // stored code = value + offset
+  int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
+  int query_bytes = 0;    // if not 0, the query is so many bytes a channel, and groups need not fill the row
+  int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
   int8_t vec_unit[kMaxVecs] = {};             // lanes of vector v are 2^vec_unit[v] times as much
   int8_t vec_of[kMaxVecs] = {};               // the vector that holds a lane's v-th code
   bool is_tiny() const { return unit > 64; }  // lanes are at or below the smallest normal floats
@@ -247,7 +250,7 @@ static RowKernels row_kernels_of(float offset, int unit, int carry_bits = 0) {
           L::kVecs * kLanes,
           offset,
           unit,
-          false,
+          0,
           carry_bits,
           {},
           {0, 1, 2, 3, 4, 5, 6, 7}};

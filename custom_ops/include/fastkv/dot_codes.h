@@ -5,6 +5,7 @@
 #pragma once
 
 #include "fastkv/byte_query.h"
+#include "fastkv/params.h"
 #include "fastkv/rows.h"
 
 namespace fastkv::FASTKV_ISA {

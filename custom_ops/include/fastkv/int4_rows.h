@@ -12,6 +12,7 @@
 #pragma once
 
 #include "fastkv/byte_query.h"
+#include "fastkv/params.h"
 #include "fastkv/rows.h"
 
 namespace fastkv::FASTKV_ISA {
@@ -19,8 +20,8 @@ namespace fastkv::FASTKV_ISA {
 #ifdef __AVX2__
 
 inline constexpr int kRun = 32;           // positions whose weights share a step
-inline constexpr int kMostWeight = 4095;  // sum of a run's weights, in steps
-static_assert(2 * (kMaxKeyDim / (8 * kLanes)) * 2 * 15 * 127 < 1 << 15 && kMostWeight * 8 < 1 << 15, "sums overflow");
+inline constexpr int kMostWeight = 2184;  // sum of a run's weights, in steps
+static_assert(2 * (kMaxKeyDim / (8 * kLanes)) * 2 * 15 * 127 < 1 << 15 && kMostWeight * 15 < 1 << 15, "sums overflow");
 
 typedef int8_t Bytes __attribute__((vector_size(4 * kLanes), may_alias));
 
@@ -169,7 +170,7 @@ static FASTKV_INLINE void weights_to_bytes(const RowsJob& job, float* steps) {
     }
     // each weight is rounded by half a step at most
     const Floats step =
-        max_each(max_of_runs<T>(largest) * (1.0f / 255.0f), sum_of_runs<T>(sum) * (1.0f / (kMostWeight - kRun / 2)));
+        max_each(max_of_runs<T>(largest) * (1.0f / 127.0f), sum_of_runs<T>(sum) * (1.0f / (kMostWeight - kRun / 2)));
     const Floats inverse = 1.0f / step;
     Ints codes = {};
     for (int64_t i = 0; i < n; ++i) {
@@ -190,11 +191,11 @@ template <int R, int P>
 static FASTKV_INLINE void add_int4_pair(const char* const* values, int64_t at, const char* weights,
                                         Shorts (&sums)[2 * R]) {
   const Bytes stored = interleave_bytes<P>(load_bytes(values[0] + at), load_bytes(values[1] + at));
-  const Bytes low = low_codes(stored) - 8, high = high_codes(stored) - 8;
+  const Bytes low = low_codes(stored), high = high_codes(stored);
   repeated<R>([&](auto r) FASTKV_INLINE_BODY {
     const Bytes weight = (Bytes)splat(*reinterpret_cast<const float*>(weights + pair_place<R>(r, 0)));
-    add_byte_products(sums[2 * r], weight, low);
-    add_byte_products(sums[2 * r + 1], weight, high);
+    add_byte_products(sums[2 * r], low, weight);
+    add_byte_products(sums[2 * r + 1], high, weight);
   });
 }
 
@@ -232,7 +233,7 @@ static FASTKV_INLINE void add_int4_part(const RowsJob& job, const float* steps, 
   }
 }
 
-/// As AddRows; out in the order of fill_int4_order(), less 8 a code.
+/// As AddRows; out in the order of fill_int4_order().
 template <int R>
 static bool add_int4(const RowsJob& job) {
   float steps[kMaxChunk / kRun * kLanes];
@@ -265,13 +266,12 @@ static inline void fill_int4_order(int64_t dim, int32_t* order) {
 }
 
 /// Makes the kernels of a cache those of this file, if its codes are 4 bits and whole groups of them fill its rows.
-/// offset: 8 for keys, whose codes are taken as stored, 0 for values.
-static inline void use_int4_rows(const CacheView& cache, float offset, RowKernels* kernels) {
+static inline void use_int4_rows(const CacheView& cache, RowKernels* kernels) {
   if (cache.quant.storage != Storage::kInt4Zp || cache.dim % (2 * kGroupBytes) != 0) return;
   *kernels = {{&score_int4<1>, &score_int4<2>, &score_int4<3>, &score_int4<4>},
               {&add_int4<1>, &add_int4<2>, &add_int4<3>, &add_int4<4>}};
   kernels->group_dim = 2 * kGroupBytes;
-  kernels->offset = offset;
+  kernels->offset = 8.0f;
   kernels->query_bytes = kQueryBytes<4>;
 }
 
@@ -280,7 +280,7 @@ static inline void use_int4_rows(const CacheView& cache, float offset, RowKernel
 #else
 
 static inline void fill_int4_order(int64_t, int32_t*) {}
-static inline void use_int4_rows(const CacheView&, float, RowKernels*) {}
+static inline void use_int4_rows(const CacheView&, RowKernels*) {}
 
 #endif  // __AVX2__
 

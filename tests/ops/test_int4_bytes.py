@@ -88,12 +88,17 @@ def test_int4_decode_in_bfloat16_keeps_small_weights_beside_a_large_one(
     np.testing.assert_allclose(out, expected, rtol=2**-7, atol=0.02)
 
 
-def test_int4_sums_of_sixteen_bits_hold_the_largest_products(isa: str) -> None:
-    """Every key 15 times the largest byte of the query, or minus that; every value at one end, with equal weights."""
-    for dim in (64, 128, 192, 256):
-        for sign, positions in ((1.0, 128), (-1.0, 129), (1.0, 32)):
-            q = np.full((4, dim), sign * 2.0, np.float32)
-            keys = np.full((positions, 1, dim), 100.0, np.float32)  # beyond what any scale holds: the last code
-            values = np.full((positions, 1, dim), sign * 100.0, np.float32)
-            out, expected, _ = decode(q, keys, values)
-            np.testing.assert_allclose(out, expected, rtol=2**-7)
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int4_sums_of_sixteen_bits_hold_the_largest_products(isa: str, dim: int, sign: float) -> None:
+    """Products of the largest codes with the largest bytes, all of one sign: of equal weights, and of a query."""
+    for positions in (32, 128, 129):
+        q = np.full((4, dim), 2.0 * sign, np.float32)
+        keys = np.full((positions, 1, dim), 100.0, np.float32)  # beyond what any scale holds: the last code
+        values = np.full((positions, 1, dim), 100.0 * sign, np.float32)
+        out, expected, _ = decode(q, keys, values)
+        np.testing.assert_allclose(out, expected, rtol=2**-7)
+        keys[::2] *= -1  # the first code; either these positions have all the weight, or the others
+        values[::2] *= -1
+        out, expected, _ = decode(q, keys, values)
+        np.testing.assert_allclose(out, expected, rtol=2**-7)

@@ -21,7 +21,11 @@ from fastkv.errors import FastKVError
 def main(fd: int) -> int:
     """Serve one engine. Returns the exit code."""
     connection = Connection(fd)
-    config, rank = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[Config, int])
+    try:
+        start = connection.recv_bytes()
+    except (EOFError, OSError):
+        return 0  # the engine was interrupted before it had said anything
+    config, rank = msgspec.msgpack.decode(start, type=tuple[Config, int])
     prepare_runtime()
     with quiet_paddle_import():
         from fastkv.engine.worker import ModelWorker

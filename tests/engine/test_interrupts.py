@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -72,6 +74,16 @@ def test_worker_process_is_deaf_to_signals_from_its_first_instruction_on(monkeyp
     os.kill(worker.pid, signal.SIGINT)
     worker.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_worker_process_whose_engine_is_gone_before_it_said_anything_ends_in_silence() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "fastkv.engine.worker_process", str(theirs.fileno())]
+    with theirs:
+        worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    ours.close()
+    assert worker.communicate(timeout=60)[1] == b""
+    assert worker.returncode == 0
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ from enum import Enum
 
 from fastkv.errors import ConfigError
 
-MAX_PRIORITY = 7
-"""Highest priority that a request can ask for; 0 is the default and the lowest."""
-
 
 class EvictionPolicy(str, Enum):
     """Order in which unheld blocks leave; children always go before parents.

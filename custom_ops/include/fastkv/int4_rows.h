@@ -3,12 +3,12 @@
 // need no conversion. For models of bfloat16, whose own rounding is as coarse as that to a byte (docs/attention.md has
 // errors).
 //
-// Scores: the query comes as signed bytes (byte_query.h), codes as they are stored, 0 to 15.
-// Values: weights become unsigned bytes, those of kRun positions as multiples of one step, and codes count from -8
-// to 7. The sum of weights becomes that of the rounded ones, so results stay weighted means of values.
+// The unsigned bytes are codes as they are stored, 0 to 15. The signed ones are the query for scores (byte_query.h),
+// and weights for values: those of kRun positions are multiples of one step. The sum of weights becomes that of the
+// rounded ones, so results stay weighted means of values.
 //
-// No 16-bit sum overflows. A score's has at most 2 * 8 products of 15 * 127 (rows of 256 channels); weights of a run
-// are rounded so coarsely that they add up to kMostWeight at most, and 4095 * 8 < 2^15.
+// No 16-bit sum overflows. A score's has at most 16 products of 15 * 127 (rows of 256 channels); weights of a run are
+// rounded so coarsely that they add up to kMostWeight at most.
 #pragma once
 
 #include "fastkv/byte_query.h"
@@ -121,7 +121,9 @@ static bool score_int4(const RowsJob& job) {
     for (; at + 2 * kGroupBytes <= job.key_bytes; at += 2 * kGroupBytes) {
       score_int4_group<R>(keys, at, queries, sums);
       score_int4_group<R>(keys, at + kGroupBytes, queries, sums);
-      repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + at); });
+      for (int64_t line = at; line < at + 2 * kGroupBytes; line += 64) {
+        repeated<T>([&](auto t) FASTKV_INLINE_BODY { fetch(ahead[t] + line); });
+      }
     }
     if (at < job.key_bytes) {
       score_int4_group<R>(keys, at, queries, sums);

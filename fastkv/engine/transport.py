@@ -100,7 +100,8 @@ class InlineWorker:
     def close(self) -> None:
         """See WorkerTransport."""
         if self._worker is not None:
-            _checked(self._worker.handle(Shutdown()))
+            with interruptible():  # a disk may be slow, and nothing is booked any more
+                _checked(self._worker.handle(Shutdown()))
             self._worker = None  # not before: a failed close can be repeated
 
 

@@ -66,6 +66,22 @@ def test_engine_interrupted_right_after_a_call_goes_on_as_before(
         assert run_rounds(llm)[0] == want
 
 
+def test_engine_that_takes_long_to_close_can_be_interrupted_and_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    went_on: list[bool] = []
+
+    def slow(message: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+    llm = LLM(tiny_config())
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._transport._worker, "handle", slow)
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+    assert not went_on
+    llm.close()
+
+
 def test_worker_process_is_deaf_to_signals_from_its_first_instruction_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends Ctrl-C to both: the worker died with a traceback of its own before the engine could end it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))

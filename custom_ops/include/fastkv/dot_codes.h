@@ -71,7 +71,7 @@ static inline void use_dots(const CacheView& cache, RowKernels* kernels) {
   *kernels = {{&dot_rows<1>, &dot_rows<2>, &dot_rows<3>, &dot_rows<4>}, {}};
   kernels->group_dim = kGroupBytes;
   kernels->offset = 128.0f;
-  kernels->query_bytes = kQueryBytes<8>;
+  kernels->operand_bytes = kQueryBytes<8>;
 }
 
 #else

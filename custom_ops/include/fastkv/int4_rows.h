@@ -274,7 +274,7 @@ static inline void use_int4_rows(const CacheView& cache, RowKernels* kernels) {
               {&add_int4<1>, &add_int4<2>, &add_int4<3>, &add_int4<4>}};
   kernels->group_dim = 2 * kGroupBytes;
   kernels->offset = 8.0f;
-  kernels->query_bytes = kQueryBytes<4>;
+  kernels->operand_bytes = kQueryBytes<4>;
 }
 
 #undef FASTKV_WIDE

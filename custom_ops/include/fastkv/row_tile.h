@@ -146,14 +146,14 @@ class RowTile {
       use_int4_rows(tile_.value, &values_);
     }
     direct_ = direct && keys_.score[0] != nullptr && values_.score[0] != nullptr;
-    if (direct_ && keys_.query_bytes == 0) fill_lane_order(keys_, p.key.dim, s_.key_order);
-    if (direct_ && values_.query_bytes == 0) fill_lane_order(values_, tile_.value.dim, s_.value_order);
-    if (direct_ && values_.query_bytes != 0) fill_int4_order(tile_.value.dim, s_.value_order);
+    if (direct_ && keys_.operand_bytes == 0) fill_lane_order(keys_, p.key.dim, s_.key_order);
+    if (direct_ && values_.operand_bytes == 0) fill_lane_order(values_, tile_.value.dim, s_.value_order);
+    if (direct_ && values_.operand_bytes != 0) fill_int4_order(tile_.value.dim, s_.value_order);
     for (int64_t row = 0; row < tile_.rows; ++row) {
       float* q = s_.natural + row * kQueryStride;
       tile_.load_query(row, q);
       for (int64_t i = p.key.dim; i < s_.dk; ++i) q[i] = 0.0f;
-      direct_ = direct_ && (keys_.query_bytes != 0 ? fold_bytes(row, q) : fold_query(row, q));
+      direct_ = direct_ && (keys_.operand_bytes != 0 ? fold_bytes(row, q) : fold_query(row, q));
       s_.maximum[row] = minus_infinity();
       s_.sum[row] = s_.scaled_sum[row] = 0.0f;
     }
@@ -218,8 +218,8 @@ class RowTile {
       if (key_scales_.zero_point != nullptr) constant -= static_cast<double>(folded[i]) * key_scales_.zero_point[i];
     }
     int8_t* bytes = reinterpret_cast<int8_t*>(s_.q + row * kQueryStride);
-    const ByteQuery query = keys_.query_bytes == kQueryBytes<4> ? query_to_bytes<4>(folded, dim, bytes)
-                                                                : query_to_bytes<8>(folded, dim, bytes);
+    const ByteQuery query = keys_.operand_bytes == kQueryBytes<4> ? query_to_bytes<4>(folded, dim, bytes)
+                                                                  : query_to_bytes<8>(folded, dim, bytes);
     constant -= static_cast<double>(keys_.offset) * query.step * static_cast<double>(query.sum);
     s_.factor[row] = query.step;
     s_.constant[row] = static_cast<float>(constant);

@@ -235,7 +235,7 @@ struct RowKernels {
   int64_t group_dim = 8;  // channels a group
   float offset = 0.0f;    // stored code = value + offset
   int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
-  int query_bytes = 0;    // if not 0, the query is so many bytes a channel, and groups need not fill the row
+  int operand_bytes = 0;  // if not 0, queries and weights are so many bytes each: dot_codes.h, int4_rows.h
   int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
   int8_t vec_unit[kMaxVecs] = {};             // lanes of vector v are 2^vec_unit[v] times as much
   int8_t vec_of[kMaxVecs] = {};               // the vector that holds a lane's v-th code

@@ -31,19 +31,37 @@ class _Hold:
     """Signals that are held, and who gets them in the end."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._before: dict[int, Any] = {}
         self._came: list[int] = []
 
     def begin(self) -> None:
         """Note signals from now on; those that are ignored stay so."""
-        for number, handler in self._before.items():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)  # now: who was let in may have set another
             if handler is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._came.append(number))
+                self._before[number] = signal.SIG_DFL if handler is None else handler
+                signal.signal(number, functools.partial(self._handle, self._before[number]))
 
     def end(self) -> None:
-        """Give the signals back to whoever had them, and raise the first that came."""
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        """Give the signals back to whoever had them, and raise the first that came.
+
+        One that comes meanwhile may be raised in the middle. The rest is done all the same; should it come between two
+        steps of that, `_handle` makes up for what is left.
+        """
+        before, self._before = self._before, {}
+        with contextlib.ExitStack() as ends:  # in reverse order
+            ends.callback(self._raise_first)
+            for number, handler in before.items():
+                ends.callback(signal.signal, number, handler)
+
+    def _handle(self, before: Any, number: int, frame: object) -> None:
+        if number in self._before:
+            self._came.append(number)
+        else:  # the end has begun
+            signal.signal(number, before)
+            signal.raise_signal(number)
+
+    def _raise_first(self) -> None:
         came, self._came = self._came, []
         if came:
             signal.raise_signal(came[0])

@@ -135,6 +135,59 @@ def test_held_signal_that_is_ignored_stays_ignored(heard: list[int]) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.parametrize("interrupt_at", [0, 1])
+def test_hold_whose_end_is_interrupted_still_gives_all_signals_back(
+    monkeypatch: pytest.MonkeyPatch, heard: list[int], interrupt_at: int
+) -> None:
+    """Ctrl-C right after its handler was back left the other signal with the hold, which nobody asked any more."""
+    real, calls = signal.signal, 0
+
+    def interrupted(number: int, handler: Any) -> Any:
+        nonlocal calls
+        before, calls = real(number, handler), calls + 1
+        if calls == 1 + interrupt_at:
+            raise KeyboardInterrupt
+        return before
+
+    def hold() -> None:
+        with held_signals():
+            signal.raise_signal(signal.SIGTERM)
+            monkeypatch.setattr(signal, "signal", interrupted)
+
+    before = real(signal.SIGTERM, lambda number, _: heard.append(number))
+    mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hold()
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+        assert heard == [signal.SIGTERM]
+    finally:
+        real(signal.SIGTERM, before)
+
+
+def test_hold_that_is_left_behind_passes_signals_on(heard: list[int]) -> None:
+    """An interrupt between two steps of the end: the handler that is still there acts for the one before."""
+    mine = signal.getsignal(signal.SIGINT)
+    with held_signals():
+        left = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, left)
+    signal.raise_signal(signal.SIGINT)
+    assert heard == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_handler_that_is_set_where_signals_may_come_stays(heard: list[int]) -> None:
+    others: list[int] = []
+    with held_signals():
+        with interruptible():
+            signal.signal(signal.SIGINT, lambda number, _: others.append(number))
+        signal.raise_signal(signal.SIGINT)
+        assert not others
+    assert (others, heard) == ([signal.SIGINT], [])
+    signal.raise_signal(signal.SIGINT)
+    assert (others, heard) == ([signal.SIGINT] * 2, [])
+
+
 def test_hold_in_another_thread_leaves_signals_alone(heard: list[int]) -> None:
     def work() -> None:
         with held_signals(), interruptible():

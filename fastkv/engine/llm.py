@@ -101,12 +101,19 @@ class LLM:
     def subscribe_kv_events(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
         """Call back, once a step, with what became findable or ceased to be; returns what ends the subscription.
 
+        Ctrl-C interrupts a callback that takes long; the other ones get their batch all the same.
+
         Raises:
             ConfigError: the config has no kv_events section, so nothing is recorded.
         """
         if self._events is None:
             raise ConfigError("KV events are not recorded; add a kv_events section (it may be empty: {}) to the config")
-        return self._events.subscribe(callback)
+
+        def call(batch: EventBatch) -> None:
+            with interruptible():  # a stranger's code, which may wait for ever
+                callback(batch)
+
+        return self._events.subscribe(call)
 
     @in_turn
     def reset_prefix_cache(self) -> None:
@@ -150,6 +157,8 @@ class LLM:
 
     def _flush_events(self) -> None:
         if self._events is not None:
+            with interruptible():  # a signal that waits comes before the events are taken, not in a subscriber's place
+                pass
             self._events.flush()
 
     @property

@@ -148,18 +148,19 @@ class EventStream:
     def flush(self) -> int:
         """Hand on what happened since the last call. Returns the number of events.
 
-        Everybody gets the batch, also when a subscriber raises; its error is raised afterwards (the last one, with the
-        others as its context).
+        Everybody gets the batch, also when a subscriber raises; its error is raised afterwards (the last one, or rather
+        an interrupt, with the others as its context).
         """
         events = self._take()
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         if events:
             batch = EventBatch(time.time(), events, self._rank)
             for deliver in (*self._subscribers, *(publisher.publish for publisher in self._publishers)):
                 try:
                     deliver(batch)
-                except Exception as error:  # a stranger's code; nobody else may miss the batch for it
+                except BaseException as error:  # a stranger's code; nobody else may miss the batch for it
                     errors.append(error)
+        errors.sort(key=lambda error: not isinstance(error, Exception))
         for earlier, later in pairwise(errors):
             later.__context__ = earlier
         if errors:

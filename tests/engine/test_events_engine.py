@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import struct
+import threading
 import time
 from typing import Any
 
@@ -74,6 +76,34 @@ def test_events_of_generate_tell_a_subscriber_what_the_manager_finds() -> None:
         stop()
         token_ids(llm, LONG)
         assert follower.media == {}
+
+
+def test_subscriber_that_waits_for_ever_can_be_interrupted_and_others_miss_nothing() -> None:
+    """Signals were held while subscribers ran: a queue that nobody emptied could be ended by SIGKILL alone."""
+    follower, went_on = EventFollower(), []
+
+    def wait(batch: EventBatch) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        went_on.append(threading.Event().wait(5))
+
+    def take(batch: EventBatch) -> None:
+        follower.apply(batch.events)
+
+    with LLM(small({})) as llm:
+        stop = llm.subscribe_kv_events(wait)
+        llm.subscribe_kv_events(take)
+        with pytest.raises(KeyboardInterrupt):
+            token_ids(llm)
+        assert not went_on
+        stop()
+        llm.manager.check_integrity()
+        assert llm.manager.stats().open_requests == 0
+        token_ids(llm)
+        late = EventFollower()
+        late.apply(llm.manager.take_events(everything=True))
+        assert follower.media == late.media
 
 
 def test_events_of_generate_reach_a_zmq_subscriber() -> None:

@@ -168,6 +168,20 @@ def test_event_stream_gives_everybody_the_batch_when_a_subscriber_raises(recorde
     assert stream.flush() == 0
 
 
+def test_event_stream_whose_subscriber_is_interrupted_serves_the_others_and_raises_the_interrupt(recorded, admit):
+    def interrupted(batch: EventBatch) -> None:
+        raise KeyboardInterrupt
+
+    stream, last = EventStream(recorded.take_events), []
+    for subscriber in (interrupted, lambda _: 1 / 0, last.append):
+        stream.subscribe(subscriber)
+    admit(recorded, "one", EIGHT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stream.flush()
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert len(last) == 1
+
+
 BATCH = EventBatch(
     1.5,
     [BlockStored([b"a" * 32], None, [1, 2], 2, 7, "GPU", "ad"), BlockRemoved([b"b" * 32], "CPU"), AllBlocksCleared()],

@@ -122,9 +122,13 @@ class Levels:
         self.close()
         if self._namespace is not None:
             self._namespace = self._namespace.with_weights_version(version)
-        self._expect_done(SetWeightsVersion(batcher.new_plan_id(), version))
-        self._lookup = self._open_lookup()
-        self.tiers.use_lookup(self._lookup)
+        try:
+            self._expect_done(SetWeightsVersion(batcher.new_plan_id(), version))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # interrupted: the worker does it all the same
+                self._use_lookup()
+            raise
+        self._use_lookup()
 
     def sleep(self, batcher: Batcher, *, release_host: bool) -> None:
         """Give the device caches' memory back, and the host's if asked; what they held is forgotten.
@@ -163,6 +167,10 @@ class Levels:
         answer = self._call(message)
         if not isinstance(answer, Done):
             raise InvariantError(f"{type(message).__name__} was answered with {answer!r}")
+
+    def _use_lookup(self) -> None:
+        self._lookup = self._open_lookup()
+        self.tiers.use_lookup(self._lookup)
 
     def _open_lookup(self) -> DeadlineLookup | None:
         storage = self._config.storage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ from helpers.copies import FaultyCopier
 from helpers.tier_engine import POLICIES, PROMPTS, ROUNDS, SHARED, moved, run_rounds, small, unbounded_text
 
 from fastkv import CacheController, ConfigError, RequestError, StorageError, parse_config
+from fastkv.core.messages import AnyMessage
 from fastkv.engine import levels
 from fastkv.engine.llm import LLM
+from fastkv.engine.transport import ProcessWorker
 from fastkv.worker import controller as controller_module
 from fastkv.worker import storage_access
 from fastkv.worker.records import Direction
@@ -143,6 +146,27 @@ def test_stale_after_update_even_if_storage_cannot_be_opened_again(
     with LLM(small(store=tmp_path)) as llm:
         llm.set_weights_version("2")
         assert run_rounds(llm, [prompt])[1][0].report.moved.fetched_blocks > 0
+
+
+def test_new_weights_whose_answer_is_interrupted_keep_storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C while the worker opened storage for them: nothing was looked up there until the engine ended."""
+    real, prompt = ProcessWorker.send, [PROMPTS[0]]
+
+    def interrupted(self: ProcessWorker, message: AnyMessage) -> None:
+        real(self, message)
+        signal.raise_signal(signal.SIGINT)
+
+    with LLM(small(store=tmp_path), "process") as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(ProcessWorker, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.set_weights_version("2")
+        want = run_rounds(llm, [prompt])[0]
+        llm.sleep(release_host=True)
+        llm.wake()
+        tokens, generations = run_rounds(llm, [prompt])
+        assert tokens == want
+        assert generations[0].report.moved.fetched_blocks > 0
 
 
 @pytest.mark.parametrize("release_host", [False, True])

@@ -8,6 +8,7 @@ themselves are imported inside `main`, so that Ctrl-C in the half second which t
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import io
 import os
@@ -98,12 +99,19 @@ def _end_in_order(number: int, frame: object) -> None:
 
 
 def _make_streams_writable() -> None:
-    """Text that the terminal's encoding has no place for, and a stream that is closed, are no reason to fail."""
+    """Text that the terminal's encoding has no place for, and a stream that is closed, are no reason to fail.
+
+    What a stream does with such text stays, if it does anything: stderr shows it as escapes, and in a locale "C" stdout
+    gives back bytes that are no text as they came.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
-        elif isinstance(stream, io.TextIOWrapper):
+        elif isinstance(stream, io.TextIOWrapper) and (
+            stream.errors == "strict"
+            or (stream.errors == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8")  # fails for "é"
+        ):
             stream.reconfigure(errors="replace")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -65,6 +66,24 @@ def test_output_that_the_terminal_cannot_encode_is_replaced_and_a_closed_one_is_
     shell = " ".join([*COMMAND, "plan", str(SMOLLM2), ">&-"])
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "kept"),
+    [
+        ("ascii", "strict", "replace"),
+        ("ascii", "surrogateescape", "replace"),  # a locale "C" where Python may not make it UTF-8
+        ("utf-8", "surrogateescape", "surrogateescape"),  # where it does: file names that are no text come out whole
+        ("ascii", "backslashreplace", "backslashreplace"),  # as stderr always is
+    ],
+)
+def test_stream_that_has_a_way_with_every_text_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str, kept: str
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding, errors))
+    assert main(["plan", "nowhere-é"]) == 1
+    assert (sys.stdout.errors, sys.stderr.errors) == (kept, kept)
 
 
 def test_report_counts_the_caches_of_mtp_layers_as_device_memory() -> None:

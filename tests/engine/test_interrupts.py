@@ -89,6 +89,7 @@ def test_worker_process_is_deaf_to_signals_from_its_first_instruction_on(monkeyp
     assert worker.ready.num_device_blocks > 0
     os.kill(worker.pid, signal.SIGINT)
     worker.close()
+    assert worker._process.returncode == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 

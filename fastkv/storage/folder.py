@@ -24,6 +24,7 @@ import fcntl
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,9 +270,9 @@ class StoreFolder:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file so that it is seen whole or not at all, after a power loss too. Raises OSError."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")  # containers on one volume may have equal pids
     try:
-        with scratch.open("wb") as file:
+        with scratch.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

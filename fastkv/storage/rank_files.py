@@ -116,7 +116,8 @@ def open_rank(
         lock = FileLock.acquire(path / LOCK_NAME, 0.0)
         if lock is None:
             holder = FileLock.holder(path / LOCK_NAME)
-            whose = f"{holder}, which is this one" if holder == str(os.getpid()) else holder
+            is_ours = holder == str(os.getpid())
+            whose = f"{holder}, which is this one or has its number in another container" if is_ours else holder
             raise StorageError(
                 f"{path} is open for writing by process {whose}; one engine at a time can store there: close the other "
                 "one or give this one its own storage.path",

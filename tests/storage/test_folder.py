@@ -191,6 +191,17 @@ def test_store_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     assert (tmp_path / "store" / MARKER_NAME).stat().st_ino in synced
 
 
+def test_store_marker_written_by_two_of_one_pid_at_once_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers on one volume: both used one scratch file, which the second found gone when it wanted to rename it."""
+    others = [StoreFolder.open]
+    monkeypatch.setattr(os, "fsync", lambda fd: others.pop()(tmp_path) if others else None)
+    StoreFolder.open(tmp_path)
+    assert not others
+    assert [path.name for path in tmp_path.iterdir()] == [MARKER_NAME]
+
+
 def test_store_that_cannot_be_created_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

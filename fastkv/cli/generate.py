@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from fastkv.cli.options import add_config_options, config_from, format_bytes
 from fastkv.config import Config
@@ -91,7 +92,7 @@ def _start(config: Config, worker: str, quiet: bool) -> LLM:
     from fastkv.engine.llm import LLM
 
     console = Console(stderr=True, quiet=quiet)
-    with console.status(f"loading {config.model.name} …"):
+    with console.status(Text(f"loading {config.model.name} …")):
         return LLM(config, worker)
 
 
@@ -142,9 +143,9 @@ def report_table(report: Report) -> Table:
     if moved := describe_moved(report):
         table.add_row("blocks moved", moved)
     if report.moved.failed_transfers:
-        table.add_row("last failure", report.transfer_error)
+        table.add_row("last failure", Text(report.transfer_error))  # not markup, whatever brackets it has
     if report.storage_error:
-        table.add_row("storage", report.storage_error)
+        table.add_row("storage", Text(report.storage_error))
     return table
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,19 @@ def test_report_counts_the_caches_of_mtp_layers_as_device_memory() -> None:
     with console.capture() as shown:
         console.print(report_table(report))
     assert f"device {format_bytes(config.capacity_plan().device_bytes)}, host" in shown.get()
+
+
+def test_report_shows_a_failure_with_brackets_as_it_is() -> None:
+    """A path in it, such as [/store], was markup that closes nothing: the report ended in a traceback."""
+    with LLM(tiny_config()) as llm:
+        report = llm.generate([[1, 2, 3]], max_tokens=1).report
+    moved = replace(report.moved, failed_transfers=1)
+    report = replace(report, moved=moved, transfer_error="no [/copy]", storage_error="[/store]")
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(report_table(report))
+    assert "no [/copy]" in shown.get()
+    assert "[/store]" in shown.get()
 
 
 def test_generate_streams_text_and_reports_on_stderr() -> None:

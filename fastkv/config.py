@@ -27,6 +27,7 @@ ENV_PREFIX = "FASTKV_"
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 ThreadCount = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+CopyThreadCount = Annotated[int, msgspec.Meta(ge=1, le=256)]  # kMaxThreads of custom_ops/cpu/records.cc
 BlockCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
 HostBlockCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]  # a year; what waits takes no infinity
@@ -100,7 +101,7 @@ class CacheConfig(_Section, frozen=True):
     # when a block is copied to the host: once it is computed, once it was found often enough, or when it must leave
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     write_through_threshold: Positive = 2  # of write_through_selective: copied from this many matches on
-    copy_threads: ThreadCount = 2  # that move blocks between device and host
+    copy_threads: CopyThreadCount = 2  # that move blocks between device and host
     transfer_timeout_s: Seconds = 30.0  # after that a copy counts as failed and its step is computed again
 
 

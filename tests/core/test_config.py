@@ -35,7 +35,7 @@ def test_config_shipped_files_are_valid_and_plan(path: Path) -> None:
         ("cache.block_size", 0, ["cache.block_size", "0", ">= 1"]),
         ("cache.block_size", 4.5, ["cache.block_size", "4.5"]),
         ("cache.block_size", True, ["cache.block_size", "True"]),
-        ("cache.copy_threads", 200_000, ["cache.copy_threads", "200000", "<= 1024"]),
+        ("cache.copy_threads", 257, ["cache.copy_threads", "257", "<= 256"]),
         ("cache.manager", "v2", ["cache.manager", "'v2'", "v0, v1"]),
         ("cache.kv_cache_quant_type", "int3", ["cache.kv_cache_quant_type", "'int3'", "block_wise_fp8"]),
         ("cache.kv_cache_quant_type", 8, ["cache.kv_cache_quant_type", "8"]),

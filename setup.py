@@ -95,9 +95,10 @@ class PaddleOps(Extension):
     def __init__(self) -> None:
         kernels = sorted((ROOT / OPS / "cpu").glob("*.cc"))
         bindings = sorted((ROOT / OPS / "paddle").glob("*.cc"))
-        chosen = [path for path in kernels if IS_X86 or instruction_set(path) is None] + bindings
+        chosen = [path for path in kernels if IS_X86 or instruction_set(path) is None]
+        others = [path for path in kernels if path not in chosen]  # packed all the same, for another machine
         headers = sorted(p for part in ("include", "cpu", "paddle") for p in (ROOT / OPS / part).rglob("*.h"))
-        super().__init__("fastkv._paddle_ops", names(chosen), depends=names(headers))
+        super().__init__("fastkv._paddle_ops", names(chosen + bindings), depends=names(headers + others))
 
     def compile_flags(self, source: Path) -> list[str]:
         """Flags of one source: bindings see Paddle, kernels see only custom_ops/include."""

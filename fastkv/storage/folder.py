@@ -53,10 +53,10 @@ class FileLock:
     def acquire(cls, path: Path, timeout_s: float) -> FileLock | None:
         """Take the lock; None if somebody else holds it for longer than timeout_s.
 
-        Who may only read the store can hold its locks, too, but not leave a name in them.
+        Who may only read the store can hold its locks, too, but not leave a name in them; NFS refuses readers.
 
         Raises:
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened or locked.
         """
         give_up = time.monotonic() + timeout_s
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_output_that_the_terminal_cannot_encode_is_replaced_and_a_closed_one_is_
     command = ["generate", str(SMOLLM2), "--prompt", "Voil\u00e0", "--max-tokens", "1", *SMALL]
     done = run(*command, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout[:5]) == (0, "Voil?"), done.stderr
-    shell = " ".join([*COMMAND, "plan", str(SMOLLM2), ">&-"])
+    shell = shlex.join([*COMMAND, "plan", str(SMOLLM2)]) + " >&-"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -6,14 +6,17 @@ repeat one scenario with the fault at call 0, 1, 2, ... until the scenario ends 
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import pytest
@@ -42,20 +45,34 @@ class Fault(str, Enum):
     CORRUPT = "corrupt"  # the call seems to work, but the bytes are wrong
 
 
-def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole file system, for this process: whatever would change it is refused."""
+def replace_call(monkeypatch: pytest.MonkeyPatch, name: str, replacement: Callable[..., Any], module: Any = os) -> None:
+    """Put a replacement in the place of a system call of os (or of io), for pathlib too."""
+    monkeypatch.setattr(module, name, replacement)
+    accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10: it has taken its calls when it was imported
+    if hasattr(accessor, name):
+        monkeypatch.setattr(accessor, name, staticmethod(replacement))
 
-    def refuse(*args: object, **options: object) -> None:
+
+def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole file system, for this process: what would change it through os, pathlib or shutil is refused."""
+
+    def refuse(*args: object, **options: object) -> NoReturn:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    real = os.open
+    open_fd, open_file = os.open, io.open
 
-    def open_to_read(path: str, flags: int, *args: int, **options: int) -> int:
-        return refuse() if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) else real(path, flags, *args, **options)
+    def open_fd_to_read(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        return refuse() if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) else open_fd(path, flags, *args, **options)
 
-    monkeypatch.setattr(os, "open", open_to_read)
-    for name in ("utime", "unlink", "rename", "rmdir"):
-        monkeypatch.setattr(os, name, refuse)
+    def open_file_to_read(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return refuse() if set(mode) & set("wax+") else open_file(file, mode, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_fd_to_read)
+    monkeypatch.setattr(builtins, "open", open_file_to_read)
+    replace_call(monkeypatch, "open", open_file_to_read, io)
+    for name in ("chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink"):
+        replace_call(monkeypatch, name, refuse)
+    monkeypatch.setattr(os, "utime", refuse)
 
 
 class _Trigger:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from helpers.storage_cases import digests, file_bytes, get, put, store_config, toy_namespace
-from helpers.storage_faults import make_read_only
+from helpers.storage_faults import make_read_only, replace_call
 
 from fastkv.errors import ConfigError, StorageError
 from fastkv.storage.base import NO_DEADLINE
 from fastkv.storage.file import FileConnector
 from fastkv.storage.file_config import FileStoreConfig
 from fastkv.storage.file_reader import FileLookup
-from fastkv.storage.folder import MARKER_NAME, FileLock, StoreFolder
+from fastkv.storage.folder import DESCRIPTION_NAME, MARKER_NAME, FileLock, StoreFolder
 from fastkv.storage.index_file import INDEX_NAME
 from fastkv.storage.namespace import StorageNamespace
 
@@ -179,16 +179,17 @@ def test_store_that_two_processes_create_at_once_serves_both(tmp_path: Path, mon
 
 def test_store_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power loss the marker could be empty: then the whole store was refused as one of another format."""
-    synced, rename = set[int](), os.rename
+    synced, renamed, rename = set[int](), set[str](), os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
 
     def rename_what_is_synced(source: Path, target: Path) -> None:
         assert os.stat(source).st_ino in synced or target.name == INDEX_NAME  # flush syncs that one
         rename(source, target)
+        renamed.add(target.name)
 
-    monkeypatch.setattr(os, "rename", rename_what_is_synced)
+    replace_call(monkeypatch, "rename", rename_what_is_synced)
     FileConnector.open(limit_for(tmp_path / "store", records=4), version(0), 0).close()
-    assert (tmp_path / "store" / MARKER_NAME).stat().st_ino in synced
+    assert {MARKER_NAME, DESCRIPTION_NAME} <= renamed
 
 
 def test_store_marker_written_by_two_of_one_pid_at_once_is_whole(
@@ -215,6 +216,9 @@ def test_store_that_cannot_be_created_leaves_nothing_behind(tmp_path: Path, monk
 def test_store_that_may_only_be_read_is_no_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FileConnector.open(limit_for(tmp_path, records=4), version(0), 0).close()
     make_read_only(monkeypatch)
+    for change in (Path.touch, Path.unlink, lambda path: path.write_text(""), lambda path: path.rename(tmp_path / "x")):
+        with pytest.raises(OSError, match="Read-only"):
+            change(tmp_path / MARKER_NAME)
     with pytest.raises(ConfigError, match="cannot be used.*Read-only.*give a writable folder"):
         FileConnector.open(limit_for(tmp_path, records=4), version(0), 0)
 

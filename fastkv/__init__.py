@@ -66,11 +66,14 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module(_HOMES.get(name, "fastkv.errors")), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return getattr(importlib.import_module(_HOMES.get(name, "fastkv.errors")), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Without the worker's names: help() and inspect load whatever is listed, and must not import paddle."""
+    return sorted({*globals(), *(name for name in __all__ if not _HOMES.get(name, "").startswith("fastkv.worker."))})

@@ -68,3 +68,13 @@ def test_import_without_paddle(module: str) -> None:
     code = f"import sys; sys.modules['paddle'] = None; import {module}; assert '{module}' in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_package_looked_through_by_help_needs_no_paddle() -> None:
+    """help() and inspect get every name that dir() lists: the worker's names imported paddle."""
+    code = (
+        "import sys; sys.modules['paddle'] = None; import inspect, fastkv; names = dict(inspect.getmembers(fastkv)); "
+        "assert 'CacheManager' in names and 'CacheController' not in names"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

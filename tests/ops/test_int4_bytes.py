@@ -73,19 +73,22 @@ def test_int4_decode_in_bfloat16_loses_far_less_than_four_bits_do(
     assert rms(out - expected) <= 0.2 * rms(expected - exact) + rounding
 
 
-@pytest.mark.parametrize("others", [10, 100, 1000])
+@pytest.mark.parametrize("positions", [32, 101, 1000])
+@pytest.mark.parametrize("sink", ["first", "last"])
 def test_int4_decode_in_bfloat16_keeps_small_weights_beside_a_large_one(
-    rng: np.random.Generator, isa: str, others: int
+    rng: np.random.Generator, isa: str, positions: int, sink: str
 ) -> None:
-    """A first token that most heads attend to, as models have: the others' weights, all together a third of its own,
-    are less than half of what a byte resolves of the largest weight."""
-    keys, values = bfloat16_rows(rng, others + 1, 1, 64), bfloat16_rows(rng, others + 1, 1, 64)
+    """One token has most of the weight, as models have them. The others' weights pass, as the score between them and
+    it grows, half of what a byte resolves of the largest weight; together they are up to a tenth of it, or more."""
+    keys, values = bfloat16_rows(rng, positions, 1, 64), bfloat16_rows(rng, positions, 1, 64)
+    at = 0 if sink == "first" else positions - 1
+    keys[:, 0, :2] = -2.0
+    keys[at, 0, :2] = 2.0
     q = np.zeros((1, 64), np.float32)
-    q[0, 0] = 8.0  # softmax_scale is 1/8: the score is the key's first channel
-    keys[:, 0, 0] = -1.5
-    keys[0, 0, 0] = 2.0
-    out, expected, _ = decode(q, keys, values)
-    np.testing.assert_allclose(out, expected, rtol=2**-7, atol=0.02)
+    for gap in (4.0, 4.5, 5.0, 5.5, 6.0, 6.5):
+        q[0, :2] = gap  # softmax_scale is 1/8, two channels differ by 4: the gap, but for what four bits make of it
+        out, expected, _ = decode(q, keys, values)
+        assert rms(out - expected) <= 0.02 * rms(values)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

@@ -3,7 +3,8 @@
 // position once into packed panels and multiplies matrices. Both keep an online soft-max: the largest score so far,
 // the sum of weights, and the weighted values, which shrink when the largest score grows.
 //
-// Nothing outside a row's own positions is ever multiplied, not even by zero: recycled blocks may hold NaN.
+// Nothing outside a row's own positions is ever multiplied, not even by zero: recycled blocks may hold NaN. (Codes of
+// integers cannot: int4_rows.h multiplies neighbours by zero.)
 #pragma once
 
 #include <cmath>

@@ -3,9 +3,10 @@
 // need no conversion. For models of bfloat16, whose own rounding is as coarse as that to a byte (docs/attention.md has
 // errors).
 //
-// The unsigned bytes are codes as they are stored, 0 to 15. The signed ones are the query for scores (byte_query.h),
-// and weights for values: those of kRun positions are multiples of one step. The sum of weights becomes that of the
-// rounded ones, so results stay weighted means of values.
+// Scores: the query comes as signed bytes (byte_query.h), codes as they are stored, 0 to 15.
+// Values: weights become unsigned bytes, and codes count from -8 to 7. The weights of kRun positions are multiples of
+// one step, rounded up or down by a pattern that leaves their sum alone, so that many small ones do not vanish beside a
+// large one. The sum of weights becomes that of the rounded ones, so results stay weighted means of values.
 //
 // No 16-bit sum overflows. A score's has at most 16 products of 15 * 127 (rows of 256 channels); weights of a run are
 // rounded so coarsely that they add up to kMostWeight at most.
@@ -20,8 +21,8 @@ namespace fastkv::FASTKV_ISA {
 #ifdef __AVX2__
 
 inline constexpr int kRun = 32;           // positions whose weights share a step
-inline constexpr int kMostWeight = 2184;  // sum of a run's weights, in steps
-static_assert(2 * (kMaxKeyDim / (8 * kLanes)) * 2 * 15 * 127 < 1 << 15 && kMostWeight * 15 < 1 << 15, "sums overflow");
+inline constexpr int kMostWeight = 4095;  // sum of a run's weights, in steps
+static_assert(2 * (kMaxKeyDim / (8 * kLanes)) * 2 * 15 * 127 < 1 << 15 && kMostWeight * 8 < 1 << 15, "sums overflow");
 
 typedef int8_t Bytes __attribute__((vector_size(4 * kLanes), may_alias));
 
@@ -138,6 +139,24 @@ static bool score_int4(const RowsJob& job) {
   return false;
 }
 
+/// What is added to the weight of each position of a run before it is rounded, for vectors of T positions: the
+/// fractions of 32 between -1/2 and 1/2 in bit-reversed order, so that any few neighbours have an even share of them.
+template <int T>
+struct Dither {
+  alignas(64) float of[kRun / T][kLanes] = {};
+  constexpr Dither() {
+    for (int position = 0; position < kRun; ++position) {
+      int reversed = 0;
+      for (int bit = 1; bit < kRun; bit *= 2) reversed = 2 * reversed + (position & bit ? 1 : 0);
+      for (int lane = position % T; lane < kLanes; lane += T) {
+        of[position / T][lane] = (static_cast<float>(reversed) + 0.5f) / kRun - 0.5f;
+      }
+    }
+  }
+};
+template <int T>
+inline constexpr Dither<T> kDither;
+
 /// Where, in a vector of R rows' weights, the bytes of row r's position 2 * pair and the next one are: see
 /// weights_to_bytes().
 template <int R>
@@ -164,19 +183,20 @@ static FASTKV_INLINE void weights_to_bytes(const RowsJob& job, float* steps) {
   for (int64_t v = 0; v < vecs; v += kVecs, steps += kLanes) {
     float* run = job.scores + v * kLanes;
     const int64_t n = smaller(kVecs, vecs - v);
-    Floats largest = splat(kMinScale), sum = splat(0.0f);
+    Floats largest = splat(0.0f), sum = splat(0.0f);
     for (int64_t i = 0; i < n; ++i) {
       const Floats weight = load(run + i * kLanes);
       largest = max_each(weight, largest);
       sum += weight;
     }
-    // each weight is rounded by half a step at most
-    const Floats step =
-        max_each(max_of_runs<T>(largest) * (1.0f / 127.0f), sum_of_runs<T>(sum) * (1.0f / (kMostWeight - kRun / 2)));
+    // each weight is rounded by less than a step
+    Floats step =
+        max_each(max_of_runs<T>(largest) * (1.0f / 254.0f), sum_of_runs<T>(sum) * (1.0f / (kMostWeight - kRun)));
+    step = max_each(step, splat(kMinScale));
     const Floats inverse = 1.0f / step;
     Ints codes = {};
     for (int64_t i = 0; i < n; ++i) {
-      const Ints code = rounded(load(run + i * kLanes) * inverse);
+      const Ints code = rounded(load(run + i * kLanes) * inverse + load(kDither<T>.of[i]));
       codes += code;
       store(run + i * kLanes, (Floats)FASTKV_WIDE(shuffle_epi8)((WideInts)code, places));
     }
@@ -193,11 +213,11 @@ template <int R, int P>
 static FASTKV_INLINE void add_int4_pair(const char* const* values, int64_t at, const char* weights,
                                         Shorts (&sums)[2 * R]) {
   const Bytes stored = interleave_bytes<P>(load_bytes(values[0] + at), load_bytes(values[1] + at));
-  const Bytes low = low_codes(stored), high = high_codes(stored);
+  const Bytes low = low_codes(stored) - 8, high = high_codes(stored) - 8;
   repeated<R>([&](auto r) FASTKV_INLINE_BODY {
-    const Bytes weight = (Bytes)splat(*reinterpret_cast<const float*>(weights + pair_place<R>(r, 0)));
-    add_byte_products(sums[2 * r], low, weight);
-    add_byte_products(sums[2 * r + 1], high, weight);
+    const Bytes weight = (Bytes)FASTKV_WIDE(set1_ps)(*reinterpret_cast<const float*>(weights + pair_place<R>(r, 0)));
+    add_byte_products(sums[2 * r], weight, low);
+    add_byte_products(sums[2 * r + 1], weight, high);
   });
 }
 
@@ -235,7 +255,7 @@ static FASTKV_INLINE void add_int4_part(const RowsJob& job, const float* steps, 
   }
 }
 
-/// As AddRows; out in the order of fill_int4_order().
+/// As AddRows; out in the order of fill_int4_order(), less 8 a code.
 template <int R>
 static bool add_int4(const RowsJob& job) {
   float steps[kMaxChunk / kRun * kLanes];
@@ -268,12 +288,13 @@ static inline void fill_int4_order(int64_t dim, int32_t* order) {
 }
 
 /// Makes the kernels of a cache those of this file, if its codes are 4 bits and whole groups of them fill its rows.
-static inline void use_int4_rows(const CacheView& cache, RowKernels* kernels) {
+/// offset: 8 for keys, whose codes are taken as stored, 0 for values.
+static inline void use_int4_rows(const CacheView& cache, float offset, RowKernels* kernels) {
   if (cache.quant.storage != Storage::kInt4Zp || cache.dim % (2 * kGroupBytes) != 0) return;
   *kernels = {{&score_int4<1>, &score_int4<2>, &score_int4<3>, &score_int4<4>},
               {&add_int4<1>, &add_int4<2>, &add_int4<3>, &add_int4<4>}};
   kernels->group_dim = 2 * kGroupBytes;
-  kernels->offset = 8.0f;
+  kernels->offset = offset;
   kernels->operand_bytes = kQueryBytes<4>;
 }
 
@@ -282,7 +303,7 @@ static inline void use_int4_rows(const CacheView& cache, RowKernels* kernels) {
 #else
 
 static inline void fill_int4_order(int64_t, int32_t*) {}
-static inline void use_int4_rows(const CacheView&, RowKernels*) {}
+static inline void use_int4_rows(const CacheView&, float, RowKernels*) {}
 
 #endif  // __AVX2__
 

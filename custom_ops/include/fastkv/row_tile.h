@@ -142,8 +142,8 @@ class RowTile {
     // the model's dtype is that of the results: what they are rounded to allows what the query is rounded to
     if (tile_.table.dot_products && p.out.dtype != ModelDtype::kFloat32) use_dots(p.key, &keys_);
     if (p.out.dtype == ModelDtype::kBFloat16) {
-      use_int4_rows(p.key, &keys_);
-      use_int4_rows(tile_.value, &values_);
+      use_int4_rows(p.key, 8.0f, &keys_);
+      use_int4_rows(tile_.value, 0.0f, &values_);
     }
     direct_ = direct && keys_.score[0] != nullptr && values_.score[0] != nullptr;
     if (direct_ && keys_.operand_bytes == 0) fill_lane_order(keys_, p.key.dim, s_.key_order);

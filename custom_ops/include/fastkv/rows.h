@@ -30,7 +30,8 @@ inline constexpr int64_t kQueryStride = kMaxKeyDim + 16;
 static FASTKV_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 0); }
 
 /// What one row-kernel call works on. Kernels take a step of positions at a time, and pointers are there for whole
-/// steps: those past `count` point at any row, whose score nobody reads and whose values are not touched.
+/// steps: those past `count` point at any row, whose score nobody reads and whose values nobody touches that could be
+/// NaN.
 struct RowsJob {
   const char* const* keys;
   const char* const* values;
@@ -235,7 +236,7 @@ struct RowKernels {
   int64_t group_dim = 8;  // channels a group
   float offset = 0.0f;    // stored code = value + offset
   int unit = 0;           // lane = stored code * 2^-unit, but for a carry:
-  int operand_bytes = 0;  // if not 0, queries and weights are so many bytes each: dot_codes.h, int4_rows.h
+  int operand_bytes = 0;  // if not 0, queries (and weights of int4_rows.h) are so many bytes each, not floats
   int carry_bits = 0;     // if not 0, vector v holds 1 + 2^-carry_bits * (code + what vector v - 1 holds above 1)
   int8_t vec_unit[kMaxVecs] = {};             // lanes of vector v are 2^vec_unit[v] times as much
   int8_t vec_of[kMaxVecs] = {};               // the vector that holds a lane's v-th code

@@ -233,6 +233,8 @@ class LLM:
             raise RequestError(f"prompts is a {type(prompts).__name__}; give a list of prompts")
         requests = []
         for i, prompt in enumerate(prompts):
+            with interruptible():  # there may be many, and nothing is booked yet
+                pass
             request = Request(
                 request_id=f"request-{self._next_id + i}",
                 prompt=self._encode(prompt, chat),

@@ -6,7 +6,9 @@ Both transports carry the same bytes, so whatever works inline works across proc
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -44,6 +46,7 @@ from fastkv.errors import (
 if TYPE_CHECKING:
     from fastkv.engine.worker import ModelWorker
 
+_SOCKET = (socket.AF_UNIX, socket.SOCK_STREAM)
 _CLOSE_MARGIN_S = 15.0  # the worker waits for copies, then for storage; it gives up first, and says why
 
 _ERRORS: dict[str, type[FastKVError]] = {
@@ -119,12 +122,13 @@ class ProcessWorker:
     """
 
     def __init__(self, config: Config, rank: int = 0, module: str = "fastkv.engine.worker_process") -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(*_SOCKET)
         with theirs:
             command = [sys.executable, "-m", module, str(theirs.fileno())]
             with blocked_signals():  # as the worker's, too, from its first instruction on
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
+        self._unsent = bytearray()  # the rest of a message that was interrupted
         self._late_acks: tuple[TransferAck, ...] = ()
         self._close_timeout_s = config.cache.transfer_timeout_s + _CLOSE_MARGIN_S
         try:
@@ -149,10 +153,21 @@ class ProcessWorker:
         assert answer is not None  # without a timeout it waits for ever, or raises
         return answer
 
-    def send(self, message: AnyMessage) -> None:
-        """The first half of call. Raises WorkerError if the worker died."""
-        with self._whole_message():
-            self._connection.send_bytes(encode(message))
+    def send(self, message: AnyMessage, end_s: float | None = None) -> None:
+        """The first half of call. Raises WorkerError if the worker died.
+
+        An interrupt comes while the worker takes nothing. What it has not taken by then, or by end_s, goes before the
+        next message.
+        """
+        data = encode(message)
+        self._unsent += struct.pack("!i", len(data)) + data  # as Connection.recv_bytes reads it
+        while self._unsent:
+            with self._whole_message(), socket.fromfd(self._connection.fileno(), *_SOCKET) as ours:
+                ours.setblocking(True)  # a default timeout of the program's would stay with the connection
+                with contextlib.suppress(BlockingIOError):
+                    del self._unsent[: ours.send(self._unsent, socket.MSG_DONTWAIT)]
+            if self._unsent and not self._can_send(end_s):
+                return
 
     def receive(self, message: AnyMessage, timeout_s: float | None = None) -> AnyMessage | None:
         """The second half: the answer to a message, or None if there is none yet after timeout_s.
@@ -177,10 +192,11 @@ class ProcessWorker:
         if self._connection.closed:
             self.kill()
             return
+        end_s = time.monotonic() + self._close_timeout_s
         try:
             with contextlib.suppress(WorkerError):  # it is gone already, which is what we want
-                self.send(Shutdown())
-            answer = self._last_answer(time.monotonic() + self._close_timeout_s)
+                self.send(Shutdown(), end_s)
+            answer = self._last_answer(end_s)
             if answer is not None:
                 _checked(answer)
         finally:
@@ -222,6 +238,12 @@ class ProcessWorker:
                 return self._connection.poll(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except OSError:
             raise self._died() from None
+
+    def _can_send(self, end_s: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLOUT)
+        with interruptible():
+            return bool(poll.poll(None if end_s is None else max(0.0, end_s - time.monotonic()) * 1000))
 
     def _next(self) -> AnyMessage:
         self._wait(None)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,10 +17,12 @@ import pytest
 from helpers.engine import tiny_config
 from helpers.tier_engine import run_rounds, small
 
+from fastkv.core.messages import Poll, PollResult, SetWeightsVersion
 from fastkv.engine.batcher import Batcher
 from fastkv.engine.interrupts import held_signals, interruptible
 from fastkv.engine.llm import LLM
 from fastkv.engine.transport import ProcessWorker
+from fastkv.errors import WorkerError
 from fastkv.scheduler.tiers import TierManager
 from fastkv.worker.copy_engine import CopyEngine
 
@@ -32,7 +35,7 @@ from fastkv.worker.copy_engine import CopyEngine
         ("inline", CopyEngine, "submit"),
         ("inline", CopyEngine, "take_acks"),
         ("process", TierManager, "take_plans"),
-        ("process", Connection, "send_bytes"),
+        ("process", ProcessWorker, "send"),
         ("process", Connection, "recv_bytes"),
     ],
 )
@@ -66,6 +69,25 @@ def test_engine_interrupted_right_after_a_call_goes_on_as_before(
         assert run_rounds(llm)[0] == want
 
 
+def test_engine_interrupted_among_many_prompts_reads_no_further() -> None:
+    def prompts() -> Iterator[list[int]]:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+            read.append(True)
+            yield [1, 2, 3]
+
+    class Many(list[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            return prompts()
+
+    read: list[bool] = []
+    with LLM(tiny_config()) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(Many())
+        assert len(read) == 1
+        assert len(llm.generate([[1, 2, 3]], max_tokens=1).outputs) == 1
+
+
 def test_engine_that_takes_long_to_close_can_be_interrupted_and_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     went_on: list[bool] = []
 
@@ -91,6 +113,48 @@ def test_worker_process_is_deaf_to_signals_from_its_first_instruction_on(monkeyp
     worker.close()
     assert worker._process.returncode == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_message_that_a_stopped_worker_does_not_take_can_be_interrupted_and_goes_before_the_next() -> None:
+    """A plan that is larger than the socket's buffer: neither Ctrl-C nor SIGTERM ended the program."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not len(worker._unsent):
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def call() -> None:
+        with held_signals():
+            worker.call(SetWeightsVersion(1, "x" * (4 << 20)))
+
+    worker = ProcessWorker(tiny_config())
+    os.kill(worker.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    thread.join()
+    assert len(worker._unsent)
+    os.kill(worker.pid, signal.SIGCONT)
+    assert worker.call(Poll(2, (), 0.0)) == PollResult(2, (), {}, "")
+    worker.close()
+    assert worker._process.returncode == 0
+
+
+def test_worker_that_takes_no_message_any_more_is_killed_when_its_time_to_close_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = ProcessWorker(tiny_config())
+    real = worker._process.wait
+    monkeypatch.setattr(worker._process, "wait", lambda timeout=None: real(timeout and 0.1))
+    worker._close_timeout_s = 0.1
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.send(SetWeightsVersion(1, "x" * (4 << 20)), time.monotonic())
+    with pytest.raises(WorkerError, match=r"did not close within 0.1 s"):
+        worker.close()
+    assert worker._process.returncode == -signal.SIGKILL
 
 
 def test_worker_process_whose_engine_is_gone_before_it_said_anything_ends_in_silence() -> None:

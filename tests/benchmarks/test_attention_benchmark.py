@@ -84,8 +84,8 @@ def test_moves_and_speedups_are_named_as_documented(floor: attention.AttentionFl
 
 
 def test_only_measures_nothing_else(floor: attention.AttentionFloor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert attention.main(["--quick", "--json", "--only", "gather_int8"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["gather_int8"]
+    assert attention.main(["--quick", "--json", "--only", "copy_blocks_int8"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["copy_blocks_int8"]
 
 
 def test_notes_name_missed_targets_and_compare_with_peers() -> None:

@@ -1,12 +1,15 @@
-"""Prepares the environment that Paddle reads once, before any test module imports Paddle."""
+"""Prepares the environment that Paddle reads once, before any test module imports Paddle, and lets Ctrl-C be tested."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from fastkv.engine.runtime_env import prepare_runtime
 
 prepare_runtime()
+# a shell that starts tests in the background lets them, and all that they start, ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

@@ -43,7 +43,8 @@ def test_core_without_sources_beside_it_is_taken_as_it_is(tmp_path: Path) -> Non
 def test_missing_core_is_a_config_error_with_the_remedy() -> None:
     code = (
         "import sys; sys.modules['fastkv._core'] = None\n"
-        "try:\n    from fastkv import CacheManager\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
+        "try:\n    from fastkv import CacheManager\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("ConfigError the native scheduler core cannot be loaded"), done.stderr

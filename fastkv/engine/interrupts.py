@@ -100,6 +100,12 @@ def interruptible() -> Iterator[None]:
         hold.begin()
 
 
+def let_signals_in() -> None:
+    """Inside `held_signals`: what came is raised here."""
+    with interruptible():
+        pass
+
+
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
     """SIGINT and SIGTERM wait in the system, and a process that is started inside never gets them."""

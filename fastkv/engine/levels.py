@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from fastkv import CacheManager, Config
 from fastkv.core.messages import AnyMessage, Done, PollResult, ResetCache, SetWeightsVersion, Sleep, Wake, WorkerReady
 from fastkv.engine.batcher import Batcher
-from fastkv.engine.interrupts import interruptible
+from fastkv.engine.interrupts import let_signals_in
 from fastkv.errors import InvariantError, RequestError
 from fastkv.scheduler.tier_options import TierOptions, WritePolicy
 from fastkv.scheduler.tiers import TierManager
@@ -95,8 +95,7 @@ class Levels:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
-            with interruptible():
-                pass
+            let_signals_in()
             self.poll(batcher, min(left_s, _POLL_S))
         return True
 

@@ -18,7 +18,7 @@ from fastkv.config import KVEventsConfig
 from fastkv.core.digest import as_token_array
 from fastkv.core.messages import Poll, SamplingParams, StepResult
 from fastkv.engine.batcher import Batcher, NewToken, Request
-from fastkv.engine.interrupts import in_turn, interruptible
+from fastkv.engine.interrupts import in_turn, interruptible, let_signals_in
 from fastkv.engine.levels import Levels, Moved
 from fastkv.engine.model_files import load_tokenizer
 from fastkv.engine.report import Generation, Meter, Output, Prompt, Report
@@ -157,8 +157,7 @@ class LLM:
 
     def _flush_events(self) -> None:
         if self._events is not None:
-            with interruptible():  # a signal that waits comes before the events are taken, not in a subscriber's place
-                pass
+            let_signals_in()  # before the events are taken, not in a subscriber's place
             self._events.flush()
 
     @property
@@ -233,8 +232,7 @@ class LLM:
             raise RequestError(f"prompts is a {type(prompts).__name__}; give a list of prompts")
         requests = []
         for i, prompt in enumerate(prompts):
-            with interruptible():  # there may be many, and nothing is booked yet
-                pass
+            let_signals_in()  # there may be many, and nothing is booked yet
             request = Request(
                 request_id=f"request-{self._next_id + i}",
                 prompt=self._encode(prompt, chat),

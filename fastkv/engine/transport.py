@@ -235,15 +235,16 @@ class ProcessWorker:
         """Whether a message arrives by then (None: for ever). An interrupt comes here, where nothing is read yet."""
         try:
             with interruptible():
-                return self._connection.poll(None if end_s is None else max(0.0, end_s - time.monotonic()))
+                return self._connection.poll(_seconds_until(end_s))
         except OSError:
             raise self._died() from None
 
     def _can_send(self, end_s: float | None) -> bool:
+        left_s = _seconds_until(end_s)
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLOUT)
         with interruptible():
-            return bool(poll.poll(None if end_s is None else max(0.0, end_s - time.monotonic()) * 1000))
+            return bool(poll.poll(None if left_s is None else left_s * 1000))
 
     def _next(self) -> AnyMessage:
         self._wait(None)
@@ -268,6 +269,10 @@ class ProcessWorker:
             return WorkerError("the worker process closed its connection but still runs; start the engine again")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return WorkerError(f"the worker process {how}; its requests are lost, start the engine again")
+
+
+def _seconds_until(end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
 
 
 def _checked(message: AnyMessage) -> AnyMessage:

@@ -55,36 +55,28 @@ static FASTKV_INLINE void add_byte_products(Shorts& sum, Bytes x, Bytes y) {
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(x), "v"(y));
 }
 
-static FASTKV_INLINE Ints sum_neighbours(Shorts x) {
-  return (Ints)FASTKV_WIDE(madd_epi16)((WideInts)x, FASTKV_WIDE(set1_epi16)(1));
-}
-
 /// out[i] = the sum over x[i]'s lanes, for kLanes vectors.
 static FASTKV_INLINE void store_sums(float* out, const Shorts* x) {
   Ints sums[kLanes];
-  for (int i = 0; i < kLanes; ++i) sums[i] = sum_neighbours(x[i]);
+  for (int i = 0; i < kLanes; ++i) {
+    sums[i] = (Ints)FASTKV_WIDE(madd_epi16)((WideInts)x[i], FASTKV_WIDE(set1_epi16)(1));
+  }
   store(out, __builtin_convertvector(sum_each(sums), Floats));
 }
 
-/// The same where a lane has room for two of them: halves first, as store_sums() of floats does.
+/// The same where a lane has room for two of them: halves first.
 static FASTKV_INLINE void store_small_sums(float* out, const Shorts* x) {
 #ifdef __AVX512F__
   store_sums(out, x);
 #else
-  __m128i sums[kLanes], pairs[kLanes / 2];
+  FourInts halves[kLanes], sums[kLanes / 4];
   for (int i = 0; i < kLanes; ++i) {
-    sums[i] = _mm_add_epi16(_mm256_castsi256_si128((__m256i)x[i]), _mm256_extracti128_si256((__m256i)x[i], 1));
-    sums[i] = _mm_madd_epi16(sums[i], _mm_set1_epi16(1));
+    const __m128i half =
+        _mm_add_epi16(_mm256_castsi256_si128((__m256i)x[i]), _mm256_extracti128_si256((__m256i)x[i], 1));
+    halves[i] = (FourInts)_mm_madd_epi16(half, _mm_set1_epi16(1));
   }
-  for (int i = 0; i < kLanes / 2; ++i) {
-    const __m128i a = sums[2 * i], b = sums[2 * i + 1];
-    pairs[i] = _mm_add_epi32(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b));
-  }
-  for (int i = 0; i < kLanes / 2; i += 2) {
-    const __m128i a = pairs[i], b = pairs[i + 1];
-    const __m128i four = _mm_add_epi32(_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b));
-    _mm_storeu_ps(out + 2 * i, _mm_cvtepi32_ps(four));
-  }
+  sum_each_four(halves, sums);
+  for (int i = 0; i < kLanes / 4; ++i) _mm_storeu_ps(out + 4 * i, _mm_cvtepi32_ps((__m128i)sums[i]));
 #endif
 }
 

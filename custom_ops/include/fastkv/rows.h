@@ -16,10 +16,9 @@ inline constexpr int kMaxRows = 4;         // rows of one kernel call
 inline constexpr int kMaxVecs = 8;         // vectors of a group
 inline constexpr int64_t kMaxChunk = 128;  // positions of one kernel call
 
-/// Positions that one vector of scores holds for so many rows.
-static FASTKV_INLINE constexpr int step_positions(int64_t rows) { return kLanes / (rows > 2 ? 4 : rows); }
+/// Positions that one vector of scores holds for R rows.
 template <int R>
-inline constexpr int kStep = step_positions(R);
+inline constexpr int kStep = kLanes / (R > 2 ? 4 : R);
 
 /// Longest row of a key, and the distance of two queries: a constant, so that kernels address all of them from one
 /// register, and no power of two, which would put them into the same lines of a first-level cache.

@@ -108,20 +108,35 @@ static FASTKV_INLINE V sum_each(const V* x) {
   return sums[0];
 }
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+typedef float FourFloats __attribute__((vector_size(16), may_alias));
+typedef int32_t FourInts __attribute__((vector_size(16), may_alias));
+
+/// sums[i / 4][i % 4] = the sum over x[i]'s lanes. For halves of vectors that were added up: what is left then takes
+/// 128-bit instructions, half the work where 256 bits are two operations.
+template <typename V>
+static FASTKV_INLINE void sum_each_four(const V (&x)[kLanes], V (&sums)[kLanes / 4]) {
+  V pairs[kLanes / 2];
+  for (int i = 0; i < kLanes / 2; ++i) {
+    const V a = x[2 * i], b = x[2 * i + 1];
+    pairs[i] = __builtin_shuffle(a, b, FourInts{0, 4, 1, 5}) + __builtin_shuffle(a, b, FourInts{2, 6, 3, 7});
+  }
+  for (int i = 0; i < kLanes / 4; ++i) {
+    const V a = pairs[2 * i], b = pairs[2 * i + 1];
+    sums[i] = __builtin_shuffle(a, b, FourInts{0, 1, 4, 5}) + __builtin_shuffle(a, b, FourInts{2, 3, 6, 7});
+  }
+}
+#endif
+
 /// out[i] = the sum over x[i]'s lanes, for kLanes vectors.
 static FASTKV_INLINE void store_sums(float* out, const Floats* x) {
 #if defined(__AVX__) && !defined(__AVX512F__)
-  // halves first: what is left then takes 128-bit instructions, half the work where 256 bits are two operations
-  __m128 halves[kLanes], pairs[kLanes / 2];
+  FourFloats halves[kLanes], sums[kLanes / 4];
   for (int i = 0; i < kLanes; ++i) {
-    halves[i] = _mm256_castps256_ps128((__m256)x[i]) + _mm256_extractf128_ps((__m256)x[i], 1);
+    halves[i] = (FourFloats)_mm256_castps256_ps128((__m256)x[i]) + (FourFloats)_mm256_extractf128_ps((__m256)x[i], 1);
   }
-  for (int i = 0; i < kLanes / 2; ++i) {
-    pairs[i] = _mm_unpacklo_ps(halves[2 * i], halves[2 * i + 1]) + _mm_unpackhi_ps(halves[2 * i], halves[2 * i + 1]);
-  }
-  for (int i = 0; i < kLanes / 2; i += 2) {
-    _mm_storeu_ps(out + 2 * i, _mm_movelh_ps(pairs[i], pairs[i + 1]) + _mm_movehl_ps(pairs[i + 1], pairs[i]));
-  }
+  sum_each_four(halves, sums);
+  for (int i = 0; i < kLanes / 4; ++i) _mm_storeu_ps(out + 4 * i, (__m128)sums[i]);
 #else
   store(out, sum_each(x));
 #endif
